@@ -1,0 +1,159 @@
+"""Where things live on disk, and how they get there whole.
+
+A run directory holds one folder per stage (see docs/architecture.md). Every file is written under a
+temporary name and renamed, or is append-only JSONL keyed by a row id; a reader never sees half a file.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from dpace_cli.errors import RunError, UsageError
+
+
+@contextmanager
+def writing(path: Path, mode: str = "w") -> Iterator[IO]:
+    """Open a temporary neighbour of `path` and rename it to `path` when the block ends well.
+
+    Raises:
+        RunError: the folder cannot be written or the disk is full; `path` is left as it was.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise write_error(path, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing_folder(path: Path) -> Iterator[Path]:
+    """As `writing`, for a folder: it appears under its own name complete, or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        if path.exists():
+            shutil.rmtree(path)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise write_error(path, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_error(path: Path, error: OSError) -> RunError:
+    """The one error for a failed write, with the usual causes named."""
+    hint = {
+        errno.ENOSPC: "free some space (what was complete is kept), then run the same command again",
+        errno.EACCES: "choose a folder that you may write to",
+        errno.EROFS: "choose a folder on a writable file system",
+    }.get(error.errno, "")
+    return RunError(f"cannot write {path}: {error.strerror or error}", hint)
+
+
+def to_json(value: Any) -> Any:
+    """Plain JSON values of a record (dataclass, pydantic model, path, tuple)."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return to_json(asdict(value))
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    if isinstance(value, dict):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write one JSON document, whole or not at all."""
+    with writing(path) as file:
+        json.dump(to_json(value), file, indent=2, ensure_ascii=False)
+        file.write("\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON document that a stage wrote.
+
+    Raises:
+        UsageError: the file is missing or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{path} does not exist") from None
+    except (ValueError, OSError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from None
+
+
+def file_sha256(path: Path) -> str:
+    """Hex SHA-256 of a file's bytes; of a folder, of its files' names and hashes in name order."""
+    digest = hashlib.sha256()
+    if path.is_dir():
+        for child in sorted(p for p in path.rglob("*") if p.is_file()):
+            digest.update(f"{child.relative_to(path)}\0{file_sha256(child)}\0".encode())
+    else:
+        with open(path, "rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+class RunFolder:
+    """One run directory: `runs/NAME/{config.yaml, prep, regen, train, bench, report}`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def __truediv__(self, name: str) -> Path:
+        return self.root / name
+
+    @property
+    def config_file(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def prompts(self) -> Path:
+        return self.root / "prep" / "prompts.jsonl"
+
+    @property
+    def answers(self) -> Path:
+        return self.root / "regen" / "train.jsonl"
+
+    def arm(self, stage: str, arm: str) -> Path:
+        """Folder of one arm's files in `train` or `bench`."""
+        return self.root / stage / arm
+
+    def checkpoints(self) -> list[Path]:
+        """Every complete checkpoint of the run, by arm and then by step."""
+        return sorted((self.root / "train").glob("*/step-*/model.safetensors"), key=_step_order)
+
+
+def _step_order(weights: Path) -> tuple[str, int]:
+    folder = weights.parent
+    return folder.parent.name, int(folder.name.removeprefix("step-"))
+
+
+def newest_run(runs_root: Path) -> RunFolder | None:
+    """The run whose config was written last, or None."""
+    configs = sorted(runs_root.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
+    return RunFolder(configs[-1].parent) if configs else None
