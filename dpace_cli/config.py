@@ -138,6 +138,11 @@ Objective = Annotated[
 ]  # fmt: skip
 
 
+def needs_target(objective: _Objective) -> bool:
+    """True where the objective reads the target's whole distribution at each position."""
+    return objective.needs_target or getattr(objective, "needs_target_logits", False)
+
+
 def objective_from_name(value: Any) -> Any:
     """`dpace` for `{name: dpace}`, and `package.module:function` for a custom objective."""
     if isinstance(value, str):
@@ -261,8 +266,9 @@ class TrainConfig(Section):
     head_chunk_tokens: int = Field(1024, ge=1, description="positions whose logits are held at once")
     logging_steps: int = Field(10, ge=1)
     save_steps: int = Field(500, ge=1)
-    eval_steps: int | None = Field(None, ge=1, description="simulated acceptance on held-out rows; null: at saves")
-    val_rows: int = Field(64, ge=0, description="rows held out of training for simulated acceptance")
+    val_rows: int = Field(
+        64, ge=0, description="rows held out of training; simulated acceptance is measured on them at each save"
+    )
     keep_last: int = Field(2, ge=1, description="checkpoints kept")
     keep_best: bool = Field(True, description="keep the one with the best simulated acceptance, too")
     report_to: list[Literal["tensorboard", "wandb"]] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -132,6 +132,26 @@ def stoppable() -> Iterator[None]:
     previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def deferred_stop() -> Iterator[Callable[[], int]]:
+    """Within `stoppable`, put a stop off to a moment of the caller's choice.
+
+    Yields a function that returns the signal that came in, or 0. The second signal ends the process at once.
+    """
+    received = [0]
+
+    def remember(signum: int, _frame: FrameType | None) -> None:
+        signal.signal(signum, signal.SIG_DFL)
+        received[0] = signum
+
+    previous = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: received[0]
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

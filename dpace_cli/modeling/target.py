@@ -124,7 +124,9 @@ def _load(kind: Any, config: TargetConfig, **options: Any) -> Any:
     location = target_location(config)
     looks_local = location.startswith((".", "/", "~")) or location.count("/") != 1
     if looks_local and not Path(location).expanduser().is_dir():
-        raise UsageError(f"target.path {config.path} is not a folder", "give a model folder or a hub id such as Qwen/Qwen3-4B")
+        raise UsageError(
+            f"target.path {config.path} is not a folder", "give a model folder or a hub id such as Qwen/Qwen3-4B"
+        )
     try:
         return kind.from_pretrained(
             str(Path(location).expanduser()) if looks_local else location,

@@ -1,0 +1,222 @@
+"""Train a drafter: read the target's answers, tokenize them, hand them to a trainer.
+
+With several processes, `run` starts torchrun, whose workers come back here; rank 0 alone talks.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from dpace_cli import console
+from dpace_cli.config import Config, objective_label
+from dpace_cli.data.batches import TrainingRow, split_validation
+from dpace_cli.data.jsonl import read_rows
+from dpace_cli.data.tokens import Encoded, encode_row, encode_stored
+from dpace_cli.errors import RunError, UsageError
+from dpace_cli.modeling.target import load_target, load_tokenizer, tokenizer_fingerprint
+from dpace_cli.records import RunFolder, file_sha256, read_json, write_json
+from dpace_cli.settings import save_config
+from dpace_cli.trainers.base import Job, Ranks
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What `dpace train` reports.
+
+    Attributes:
+        checkpoint: folder of the last checkpoint, in DFlash's format.
+        steps: optimizer steps done in all.
+        loss: of the last step, as the objective's reduction defines it.
+        tokens_per_s: training tokens a second, capture left out; null where nothing was left to do.
+        seconds: of this training, all its interrupted parts together.
+        simulated_tau: best simulated acceptance length on held-out rows.
+        hashes: of the initial weights, and of all data-order and anchor draws; equal in paired arms.
+    """
+
+    checkpoint: str
+    objective: str
+    steps: int
+    loss: float
+    tokens_per_s: float | None
+    seconds: float
+    simulated_tau: float | None
+    rows: int
+    skipped: dict[str, int]
+    hashes: dict[str, str]
+
+
+def default_arm(config: Config) -> str:
+    """Folder name of the arm that `dpace train` writes."""
+    return f"{objective_label(config.train.objective)}-seed{config.train.seed}"
+
+
+def run(config: Config, folder: RunFolder, arm: str | None = None, restart: bool = False) -> TrainResult:
+    """Train the drafter of one arm, or go on where an earlier run was stopped.
+
+    Args:
+        arm: name of its folder under `train`; default: objective and seed.
+        restart: throw an earlier training of this arm away.
+    Raises:
+        UsageError: the data, the target or the config is wrong, or an earlier training differs.
+        RunError: a process failed, or the loss is not finite.
+    """
+    output = Path(config.train.output) if config.train.output else folder.arm("train", arm or default_arm(config))
+    data = Path(config.train.data) if config.train.data else folder.answers
+    if not data.exists():
+        raise UsageError(f"there is no training data at {data}", "`dpace regen` makes it, or pass --data FILE")
+    is_worker = "RANK" in os.environ
+    if restart and not is_worker:
+        _forget(output)
+    if config.train.nproc > 1 and not is_worker:
+        return _launch(config, folder, output, data)
+    return _train(config, folder, output, data)
+
+
+def _train(config: Config, folder: RunFolder, output: Path, data: Path) -> TrainResult:
+    data_hash = file_sha256(data)
+    finished = _finished(config, output, data_hash)
+    if finished is not None:
+        return finished
+    started = time.monotonic()
+    tokenizer = load_tokenizer(config.target)
+    rows, skipped = read_training_rows(config, data, tokenizer)
+    if not rows:
+        raise UsageError(
+            f"{data} has no row to train on ({_counts(skipped)})",
+            "a row needs two supervised tokens in a row; `dpace prep preview` shows how rows are read",
+        )
+    rows, held_out = split_validation(rows, config.train.val_rows)
+    trainer = _trainer(config)
+    with Ranks() as ranks:
+        if ranks.is_first:
+            tokens = sum(len(row.input_ids) for row in rows)
+            console.note(f"training rows: {len(rows):,} ({tokens:,} tokens), held out: {len(held_out)}"
+                         + (f"; {_counts(skipped)}" if skipped else ""))  # fmt: skip
+            save_config(config, output / "config.yaml")
+        target = load_target(config.target)
+        job = Job(config, rows, held_out, data_hash, output, folder.root / "train" / "cache")
+        outcome = trainer(job, target, ranks)
+        result = TrainResult(
+            checkpoint=str(outcome.checkpoint),
+            objective=objective_label(config.train.objective),
+            steps=outcome.steps,
+            loss=outcome.loss,
+            tokens_per_s=outcome.tokens / outcome.seconds if outcome.seconds else None,
+            seconds=time.monotonic() - started,
+            simulated_tau=outcome.simulated_tau,
+            rows=len(rows),
+            skipped=dict(skipped),
+            hashes=outcome.hashes,
+        )
+        if ranks.is_first:
+            packages = {name: version(name) for name in ("dpace-cli", "torch", "transformers", "dflash")}
+            write_json(output / "manifest.json", {
+                "result": result, "config": config, "versions": packages,
+                "data": {"path": str(data), "sha256": data_hash}, "identity": _identity(config, data_hash),
+            })  # fmt: skip
+    return result
+
+
+def read_training_rows(config: Config, data: Path, tokenizer: object) -> tuple[list[TrainingRow], Counter[str]]:
+    """Rows as token ids with their masks, and why others are left out.
+
+    The ids that the target itself saw and wrote, stored by `dpace regen` beside the answers, are used where
+    they were made with this tokenizer; everything else is rendered with the chat template.
+    """
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    stored_file = data.with_name("tokens.jsonl")
+    stored = {}
+    if stored_file.exists():
+        stored = {r["id"]: r["turns"] for r in read_rows(stored_file) if r["fingerprint"] == fingerprint}
+    rows: list[TrainingRow] = []
+    skipped: Counter[str] = Counter()
+    options, longest = config.target.template_options(), config.train.max_length
+    for row in read_rows(data):
+        if row["id"] in stored:
+            pieces = encode_stored(stored[row["id"]])
+        else:
+            pieces = encode_row(tokenizer, row, options, None)
+        for number, piece in enumerate(pieces):
+            made = _cut(row["id"] if len(pieces) == 1 else f"{row['id']}#{number}", piece, longest, skipped)
+            if len(made.candidates):
+                rows.append(made)
+            else:
+                skipped["fewer than two supervised tokens"] += 1
+    return rows, skipped
+
+
+def _cut(row_id: str, piece: Encoded, longest: int, skipped: Counter[str]) -> TrainingRow:
+    if len(piece.input_ids) > longest:
+        skipped["cut at train.max_length"] += 1
+    return TrainingRow.make(row_id, piece.input_ids[:longest], piece.loss_mask[:longest])
+
+
+def _trainer(config: Config):
+    if config.train.engine == "specforge":
+        from dpace_cli.trainers.specforge import train
+    else:
+        from dpace_cli.trainers.native import train
+    return train
+
+
+def _identity(config: Config, data_hash: str) -> dict:
+    """What decides the result of a training, to know a finished one again."""
+    return {"train": config.train.model_dump(mode="json", exclude={"output", "data"}),
+            "target": config.target.model_dump(mode="json"), "data": data_hash}  # fmt: skip
+
+
+def _finished(config: Config, output: Path, data_hash: str) -> TrainResult | None:
+    """The result of this very training, if it is complete."""
+    manifest = output / "manifest.json"
+    if not manifest.exists():
+        return None
+    saved = read_json(manifest)
+    result = TrainResult(**saved["result"])
+    same = saved["identity"] == _identity(config, data_hash)
+    return result if same and (Path(result.checkpoint) / "model.safetensors").exists() else None
+
+
+def _launch(config: Config, folder: RunFolder, output: Path, data: Path) -> TrainResult:
+    """Start torchrun on this machine and wait for it."""
+    finished = _finished(config, output, file_sha256(data))
+    if finished is not None:
+        return finished
+    resolved = config.model_copy(update={"train": config.train.model_copy(
+        update={"output": str(output), "data": str(data)})})  # fmt: skip
+    save_config(resolved, output / "launch.yaml")
+    (output / "manifest.json").unlink(missing_ok=True)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.train.nproc}",
+        "-m", "dpace_cli", "train", "--config", str(output / "launch.yaml"), "--run", str(folder.root),
+    ]  # fmt: skip
+    worker = subprocess.Popen(command, stdout=sys.stderr)
+    try:
+        code = worker.wait()
+    except BaseException:
+        worker.terminate()  # the workers save and stop
+        worker.wait()
+        raise
+    if code != 0 or not (output / "manifest.json").exists():
+        raise RunError(f"a training process failed (torchrun ended with {code})", "its own error is shown above")
+    saved = read_json(output / "manifest.json")
+    return TrainResult(**saved["result"])
+
+
+def _forget(output: Path) -> None:
+    import shutil
+
+    for path in [*output.glob("step-*"), *output.glob("failed-*")]:
+        shutil.rmtree(path)
+    for name in ("metrics.jsonl", "timing.jsonl", "manifest.json"):
+        (output / name).unlink(missing_ok=True)
+
+
+def _counts(counts: Counter[str]) -> str:
+    return ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items())) or "it is empty"
