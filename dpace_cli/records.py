@@ -7,13 +7,15 @@ temporary name and renamed, or is append-only JSONL keyed by a row id; a reader 
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -143,14 +145,67 @@ class RunFolder:
         """Folder of one arm's files in `train` or `bench`."""
         return self.root / stage / arm
 
-    def checkpoints(self) -> list[Path]:
-        """Every complete checkpoint of the run, by arm and then by step."""
-        return sorted((self.root / "train").glob("*/step-*/model.safetensors"), key=_step_order)
+    def last_checkpoints(self) -> list[CheckpointRef]:
+        """The last complete checkpoint of every arm of the run, by name."""
+        arms = sorted(p for p in (self.root / "train").glob("*") if p.is_dir())
+        steps = {arm: sorted(arm.glob("step-*/model.safetensors"), key=_step) for arm in arms}
+        return [checkpoint_ref(found[-1].parent) for found in steps.values() if found]
 
 
-def _step_order(weights: Path) -> tuple[str, int]:
-    folder = weights.parent
-    return folder.parent.name, int(folder.name.removeprefix("step-"))
+@dataclass(frozen=True)
+class CheckpointRef:
+    """A drafter checkpoint, and the arm of a comparison that it belongs to.
+
+    Attributes:
+        path: its folder, in DFlash's format.
+        arm: label shared by the seeds of one arm, such as "dpace".
+        seed: seed of its training.
+        step: optimizer step, or None for a checkpoint from elsewhere.
+    """
+
+    path: Path
+    arm: str
+    seed: int = 0
+    step: int | None = None
+
+    @property
+    def folder(self) -> str:
+        """Name of the arm's folder under `train` and `bench`."""
+        return f"{self.arm}-seed{self.seed}"
+
+
+def checkpoint_ref(path: Path) -> CheckpointRef:
+    """Read arm, seed and step off a checkpoint's path, `.../ARM-seedN/step-S`; elsewhere the folder's name is the arm."""
+    step = re.fullmatch(r"step-(\d+)", path.name)
+    arm = re.fullmatch(r"(.+)-seed(\d+)", path.absolute().parent.name)
+    if step and arm:
+        return CheckpointRef(path, arm[1], int(arm[2]), int(step[1]))
+    return CheckpointRef(path, path.absolute().name)
+
+
+def find_checkpoints(folder: RunFolder, patterns: Sequence[str] | None) -> list[CheckpointRef]:
+    """The named checkpoints (folders or glob patterns, by step), else the last of every arm of the run.
+
+    Raises:
+        UsageError: a pattern names no checkpoint, or the run has none.
+    """
+    if not patterns:
+        found = folder.last_checkpoints()
+        if not found:
+            raise UsageError(f"{folder} has no checkpoint", "`dpace train` makes one, or pass --checkpoint FOLDER")
+        return found
+    refs: list[CheckpointRef] = []
+    for pattern in patterns:
+        matches = glob.glob(str(Path(pattern).expanduser()))  # noqa: PTH207 - Path.glob takes no absolute pattern
+        paths = [path for path in matches if Path(path, "config.json").exists()]
+        if not paths:
+            raise UsageError(f"--checkpoint {pattern}: no folder with a config.json there")
+        refs += sorted((checkpoint_ref(Path(path)) for path in paths), key=lambda ref: (ref.folder, ref.step or 0))
+    return refs
+
+
+def _step(weights: Path) -> int:
+    return int(weights.parent.name.removeprefix("step-"))
 
 
 def newest_run(runs_root: Path) -> RunFolder | None:

@@ -87,6 +87,52 @@ def save_config(config: Config, path: Path) -> None:
         yaml.safe_dump(config.model_dump(mode="json"), file, sort_keys=False, allow_unicode=True)
 
 
+def described(config: Config, origins: Origins) -> str:
+    """The config as YAML, each value followed by the place that set it."""
+    lines = []
+    for dotted, value in _leaves(config.model_dump(mode="json")):
+        shown = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+        origin = origins.get(dotted) or next((o for k, o in origins.items() if k.startswith(f"{dotted}.")), "default")
+        lines.append(f"{dotted}: {shown.removesuffix(chr(10)).removesuffix('...').strip()}  # {origin}")
+    return "\n".join(lines) + "\n"
+
+
+def commented(config: Config) -> str:
+    """The config as a YAML file to edit: every field, its meaning as a comment."""
+    lines: list[str] = []
+    for name, field in Config.model_fields.items():
+        value = getattr(config, name)
+        if isinstance(value, BaseModel):
+            lines += ["", *(f"# {line}" for line in (type(value).__doc__ or "").strip().splitlines()), f"{name}:"]
+            lines += _commented_fields(value, "  ")
+        else:
+            lines += [f"# {field.description}", f"{name}: {value}"]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _commented_fields(section: BaseModel, indent: str) -> list[str]:
+    lines: list[str] = []
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        comment = f"  # {field.description}" if field.description else ""
+        if isinstance(value, BaseModel):
+            lines += [f"{indent}{name}:{comment}", *_commented_fields(value, indent + "  ")]
+        else:
+            plain = section.model_dump(mode="json")[name]
+            text = yaml.safe_dump(plain, default_flow_style=True, width=10**6, allow_unicode=True)
+            lines.append(f"{indent}{name}: {text.removesuffix(chr(10)).removesuffix('...').strip()}{comment}")
+    return lines
+
+
+def _leaves(node: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in node.items():
+        dotted = f"{prefix}{key}"
+        nested = isinstance(value, dict) and value and not _is_free_form(dotted)
+        found += _leaves(value, f"{dotted}.") if nested else [(dotted, value)]
+    return found
+
+
 def _read_preset(name: str) -> dict[str, Any]:
     if name not in preset_names():
         raise UsageError(f"there is no preset {name!r}", f"the presets are {', '.join(preset_names())}")

@@ -1,0 +1,448 @@
+"""The `dpace` command: parse, build the config, run one stage, print its result.
+
+Nothing heavy is imported before a command runs, so that `dpace --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dpace_cli import __version__, console
+from dpace_cli.errors import DpaceError, RunError, UsageError
+
+if TYPE_CHECKING:
+    from dpace_cli.config import Config
+    from dpace_cli.records import RunFolder
+
+app = typer.Typer(
+    help="Train DFlash speculative-decoding drafters with the D-PACE loss, and measure what they are worth.",
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+)  # fmt: skip
+prep_app = typer.Typer(no_args_is_help=True, help="Turn conversations of any source into SpecForge rows.")
+config_app = typer.Typer(no_args_is_help=True, help="Show, write or describe the configuration.")
+app.add_typer(prep_app, name="prep")
+app.add_typer(config_app, name="config")
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="config file, YAML or JSON; its run folder is runs/NAME")
+]
+Preset = Annotated[
+    str | None, typer.Option("--preset", help="settings that come with dpace; `dpace config show` lists")
+]
+Run = Annotated[Path | None, typer.Option("--run", help="run folder; default: DPACE_RUN, else the newest under ./runs")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output and nothing else there")]
+Target = Annotated[str | None, typer.Option("--target", help="hub id or folder of the target; demo: the embedded one")]
+Output = Annotated[Path | None, typer.Option("--output", help="write here instead of into the run folder")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="any config value, such as regen.top_k=20")
+]
+Inputs = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[PATH|SECTION.KEY=VALUE]...", help="files, folders or hub ids; config values"),
+]
+
+
+def command(of: typer.Typer, name: str | None = None) -> Callable[[Callable], Callable]:
+    """Register a command: its DpaceErrors are shown as such, signals stop it cleanly, its result is printed."""
+
+    def register(body: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def wrapped(**options: Any) -> None:
+            for variable, value in (("TOKENIZERS_PARALLELISM", "false"), ("TRANSFORMERS_VERBOSITY", "error"),
+                                    ("HF_HUB_DISABLE_PROGRESS_BARS", "1")):  # fmt: skip
+                os.environ.setdefault(variable, value)
+            try:
+                with console.stoppable():
+                    emit(body(**options), options.get("json_output", False))
+            except DpaceError as error:
+                console.show_error(error)
+                raise typer.Exit(error.exit_code) from None
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader of our output is gone
+                raise typer.Exit(0) from None
+            except OSError as error:
+                console.show_error(RunError(f"{error.filename or 'input/output'}: {error.strerror or error}"))
+                raise typer.Exit(1) from None
+
+        return of.command(name)(wrapped)
+
+    return register
+
+
+def emit(result: Any, as_json: bool) -> None:
+    """Print a stage's result on standard output."""
+    from dpace_cli.records import to_json
+
+    if result is None:
+        return
+    if as_json:
+        print(json.dumps(to_json(result), ensure_ascii=False))
+        return
+    from dpace_cli.render import show_result
+
+    show_result(result, console.out)
+
+
+def open_run(
+    config: Path | None, preset: str | None, run: Path | None, flags: dict[str, Any], arguments: list[str] | None
+) -> tuple[Config, RunFolder]:
+    """The config and the run folder of a command.
+
+    A named config file or preset has its own run folder, `runs/NAME`. With neither, the command works on
+    `--run`, on `DPACE_RUN`, or on the newest run, and says which; where there is none, it begins one.
+    """
+    from dpace_cli.records import RunFolder, newest_run
+    from dpace_cli.settings import load_config, save_config
+
+    root = Path("runs")
+    named = config is not None or preset is not None
+    if run is None and os.environ.get("DPACE_RUN"):
+        run = Path(os.environ["DPACE_RUN"])
+    folder = RunFolder(run) if run is not None else None
+    if folder is None and not named:
+        folder = newest_run(root)
+        if folder is not None:
+            console.note(f"run: {folder} (the newest; --run or DPACE_RUN names another)")
+    if not named and folder is not None and folder.config_file.exists():
+        config = folder.config_file
+    loaded, _ = load_config(preset=preset, file=config, flags=flags, overrides=arguments or [])
+    if folder is None:
+        folder = RunFolder(root / loaded.name)
+        if not named:
+            console.note(f"run: {folder} (a new one)")
+    if "RANK" not in os.environ and (named or not folder.config_file.exists()):
+        save_config(loaded, folder.config_file)
+    return loaded, folder
+
+
+# --- prep ------------------------------------------------------------------------------------------------
+
+
+def _prep(source: str, inputs: list[str] | None, options: dict[str, Any]) -> Any:
+    from dpace_cli import prep
+    from dpace_cli.settings import is_override
+
+    paths = [item for item in inputs or [] if not is_override(item)]
+    flags = {"prep.source": source, "prep.inputs": paths or None, "prep.output": _text(options["output"]),
+             "prep.max_rows": options["max_rows"], "target.path": options["target"]}  # fmt: skip
+    config, folder = open_run(options["config"], options["preset"], options["run"], flags,
+                              [item for item in inputs or [] if is_override(item)])  # fmt: skip
+    return prep.run(config, folder)
+
+
+MaxRows = Annotated[int | None, typer.Option("--max-rows", help="keep at most this many rows")]
+
+
+def _add_prep_source(source: str, help_text: str) -> None:
+    def body(
+        inputs: Inputs = None, config: ConfigFile = None, preset: Preset = None, run: Run = None,
+        output: Output = None, max_rows: MaxRows = None, target: Target = None, json_output: Json = False,
+    ) -> Any:  # fmt: skip
+        return _prep(source, inputs, {"config": config, "preset": preset, "run": run, "output": output,
+                                      "max_rows": max_rows, "target": target})  # fmt: skip
+
+    body.__doc__ = help_text
+    command(prep_app, source)(body)
+
+
+for _source, _help in (
+    ("sharegpt", "ShareGPT conversations (from/value turns): JSON array or JSONL, plain, gzip or zstd."),
+    ("zlab", "z-lab/qwen3-4b-instruct-100k, by hub id or as a local file."),
+    ("ultrachat", "UltraChat 200k, by hub id or as a local file."),
+    ("perfectblend", "Open-PerfectBlend, by hub id or as a local file."),
+    ("alpaca", "Alpaca rows (instruction, input, output), by hub id or as a local file."),
+    ("jsonl", "Rows with `conversations` or `messages`, also mended reject files."),
+    ("demo", "Prompts of the embedded generator."),
+):
+    _add_prep_source(_source, _help)
+
+
+@command(prep_app, "stats")
+def prep_stats(
+    file: Path, config: ConfigFile = None, run: Run = None, target: Target = None, output: Output = None,
+    json_output: Json = False,
+) -> Any:  # fmt: skip
+    """Turns, lengths, scripts, roles and supervised share of a file of rows: a table and a plot."""
+    from dpace_cli import prep
+
+    loaded, _ = open_run(config, None, run, {"target.path": target}, [])
+    return prep.stats(file, loaded.target, output)
+
+
+@command(prep_app, "preview")
+def prep_preview(
+    file: Path, row: Annotated[int, typer.Option("--row", help="which row, from 0")] = 0, config: ConfigFile = None,
+    run: Run = None, target: Target = None, json_output: Json = False,
+) -> Any:  # fmt: skip
+    """Show a row as the target sees it, the supervised tokens coloured."""
+    from dpace_cli import prep
+
+    loaded, _ = open_run(config, None, run, {"target.path": target}, [])
+    return prep.preview(file, loaded.target, row)
+
+
+# --- regen, train ----------------------------------------------------------------------------------------
+
+
+@command(app)
+def regen(
+    overrides: Overrides = None, config: ConfigFile = None, preset: Preset = None, run: Run = None,
+    target: Target = None,
+    data: Annotated[Path | None, typer.Option("--data", help="rows whose prompts are answered")] = None,
+    output: Output = None,
+    engine: Annotated[str | None, typer.Option("--engine", help="local or http")] = None,
+    base_url: Annotated[list[str] | None, typer.Option("--base-url", help="server, up to /v1; repeatable")] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="0: greedy")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", help="longest answer")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", help="only this many rows")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace answers made with other settings")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show the first rendered prompt and stop")] = False,
+    json_output: Json = False,
+) -> Any:  # fmt: skip
+    """Let the target answer every prompt itself; a stopped run goes on by row id."""
+    from dpace_cli import regen as stage
+
+    flags = {"target.path": target, "regen.engine": engine, "regen.base_urls": base_url or None,
+             "regen.temperature": temperature, "regen.max_new_tokens": max_new_tokens, "regen.limit": limit,
+             "regen.overwrite": overwrite or None}  # fmt: skip
+    loaded, folder = open_run(config, preset, run, flags, overrides)
+    return (stage.dry_run if dry_run else stage.run)(loaded, folder, data=data, output=output)
+
+
+@command(app)
+def train(
+    overrides: Overrides = None, config: ConfigFile = None, preset: Preset = None, run: Run = None,
+    target: Target = None,
+    data: Annotated[Path | None, typer.Option("--data", help="rows with the target's answers")] = None,
+    output: Output = None,
+    loss: Annotated[str | None, typer.Option("--loss", help="see `dpace objectives`; or package.module:function")] = None,
+    alpha: Annotated[float | None, typer.Option("--alpha", help="smoothing, for the dpace family")] = None,
+    gamma: Annotated[float | None, typer.Option("--gamma", help="decay length, for dflash and lk")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", help="for topk-prefix")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="initial weights, anchors, data order")] = None,
+    max_steps: Annotated[int | None, typer.Option("--max-steps", help="optimizer steps")] = None,
+    nproc: Annotated[int | None, typer.Option("--nproc", help="processes on this machine, through torchrun")] = None,
+    engine: Annotated[str | None, typer.Option("--engine", help="native or specforge")] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="throw an earlier training of this arm away")] = False,
+    replay: Annotated[Path | None, typer.Option("--replay", help="run a failed step again, from its folder")] = None,
+    json_output: Json = False,
+) -> Any:  # fmt: skip
+    """Train a drafter; a stopped training goes on where it was."""
+    from dpace_cli import train as stage
+
+    if replay is not None:
+        return stage.replay(replay)
+    flags = {"target.path": target, "train.data": _text(data), "train.output": _text(output),
+             "train.objective": loss, "train.objective.alpha": alpha, "train.objective.gamma": gamma,
+             "train.objective.top_k": top_k, "train.seed": seed, "train.max_steps": max_steps, "train.nproc": nproc,
+             "train.engine": engine}  # fmt: skip
+    loaded, folder = open_run(config, preset, run, flags, overrides)
+    return stage.run(loaded, folder, restart=restart)
+
+
+# --- bench, report, weights ------------------------------------------------------------------------------
+
+Checkpoints = Annotated[
+    list[str] | None, typer.Option("--checkpoint", help="DFlash checkpoint, or a pattern of several; repeatable")
+]
+
+
+@command(app)
+def bench(
+    overrides: Overrides = None, config: ConfigFile = None, preset: Preset = None, run: Run = None,
+    target: Target = None, checkpoint: Checkpoints = None, output: Output = None,
+    dataset: Annotated[list[str] | None, typer.Option("--dataset", help="data set or JSONL file; repeatable")] = None,
+    data_dir: Annotated[Path | None, typer.Option("--data-dir", help="folder with NAME.jsonl (DPACE_DATA_DIR)")] = None,
+    engine: Annotated[str | None, typer.Option("--engine", help="local, simulate, sglang or vllm")] = None,
+    temperature: Annotated[list[float] | None, typer.Option("--temperature", help="repeatable")] = None,
+    num_prompts: Annotated[int | None, typer.Option("--num-prompts", help="prompts per data set")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", help="longest answer")] = None,
+    base_url: Annotated[str | None, typer.Option("--base-url", help="server with speculation")] = None,
+    baseline_url: Annotated[str | None, typer.Option("--baseline-url", help="server without speculation")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the command that launches each server")] = False,
+    json_output: Json = False,
+) -> Any:  # fmt: skip
+    """Measure SR and tau of one or several checkpoints."""
+    from dpace_cli import bench as stage
+
+    flags = {"target.path": target, "bench.datasets": dataset or None, "bench.data_dir": _text(data_dir),
+             "bench.engine": engine, "bench.temperatures": temperature or None, "bench.num_prompts": num_prompts,
+             "bench.max_new_tokens": max_new_tokens, "bench.base_url": base_url,
+             "bench.baseline_url": baseline_url}  # fmt: skip
+    loaded, folder = open_run(config, preset, run, flags, overrides)
+    chosen = checkpoints_of(folder, checkpoint)
+    if dry_run:
+        return stage.launch_commands(loaded, chosen)
+    return stage.run(loaded, chosen, Path(output) if output else folder / "bench")
+
+
+@command(app)
+def report(
+    inputs: Inputs = None, config: ConfigFile = None, preset: Preset = None, run: Run = None, output: Output = None,
+    reference: Annotated[str | None, typer.Option("--reference", help="arm to compare with, such as dflash")] = None,
+    paper: Annotated[bool, typer.Option("--paper", help="show the published figures beside, labelled")] = False,
+    push_to_hub: Annotated[str | None, typer.Option("--push-to-hub", help="hub id that the model card goes to")] = None,
+    json_output: Json = False,
+) -> Any:  # fmt: skip
+    """Tables, plots and a model card of result files or run folders."""
+    from dpace_cli import report as stage
+    from dpace_cli.settings import is_override
+
+    flags = {"report.reference": reference, "report.paper": paper or None}
+    loaded, folder = open_run(config, preset, run, flags, [i for i in inputs or [] if is_override(i)])
+    paths = [Path(item) for item in inputs or [] if not is_override(item)]
+    result = stage.run(loaded, paths or [folder.root], output or folder / "report")
+    if push_to_hub:
+        stage.push_to_hub(result, push_to_hub)
+    return result
+
+
+@command(app)
+def weights(
+    overrides: Overrides = None, config: ConfigFile = None, preset: Preset = None, run: Run = None,
+    target: Target = None, checkpoint: Checkpoints = None,
+    data: Annotated[Path | None, typer.Option("--data", help="rows with the target's answers")] = None,
+    output: Output = None,
+    alpha: Annotated[float | None, typer.Option("--alpha", help="smoothing of the weights")] = None,
+    correlation: Annotated[bool, typer.Option("--correlation", help="how well the surrogate ranks blocks")] = False,
+    json_output: Json = False,
+) -> Any:  # fmt: skip
+    """Position weights: how much each position of a block can still add to the accepted length.
+
+    Not the model's parameters: for every position k of held-out blocks, the D-PACE weight, the drafter's
+    confidence and the share of blocks accepted so far, as a histogram here and as a PNG.
+    """
+    from dpace_cli import weights as stage
+
+    flags = {"target.path": target, "weights.alpha": alpha}
+    loaded, folder = open_run(config, preset, run, flags, overrides)
+    paths = [ref.path for ref in checkpoints_of(folder, checkpoint)]
+    return stage.run(loaded, paths, data=data or folder.answers, output=output or folder / "weights",
+                     correlation=correlation)  # fmt: skip
+
+
+# --- the whole, and its surroundings ---------------------------------------------------------------------
+
+
+@command(app, "run")
+def run_all(
+    overrides: Overrides = None, config: ConfigFile = None, preset: Preset = None, run: Run = None,
+    json_output: Json = False,
+) -> Any:  # fmt: skip
+    """All stages for all arms: prep, regen, train, bench, report, weights; skips what is done."""
+    from dpace_cli import run as stage
+
+    if config is None and preset is None and run is None:
+        raise UsageError("`dpace run` needs --preset NAME, --config FILE or --run FOLDER", "try --preset demo")
+    loaded, folder = open_run(config, preset, run, {}, overrides)
+    return stage.run(loaded, folder)
+
+
+@command(app)
+def doctor(
+    overrides: Overrides = None, config: ConfigFile = None, preset: Preset = None, run: Run = None,
+    target: Target = None, checkpoint: Checkpoints = None,
+    estimate: Annotated[bool, typer.Option("--estimate", help="memory, disk and time that the config needs")] = False,
+    json_output: Json = False,
+) -> Any:  # fmt: skip
+    """What is wrong with this setup, before it costs a day; exit code 1 on an error."""
+    from dpace_cli import doctor as stage
+    from dpace_cli.records import RunFolder
+    from dpace_cli.settings import load_config
+
+    if config is None and preset is None and run is None:
+        loaded, folder = (
+            load_config(flags={"target.path": target}, overrides=overrides or [])[0],
+            RunFolder(Path("runs")),
+        )
+    else:
+        loaded, folder = open_run(config, preset, run, {"target.path": target}, overrides)
+    result = stage.run(loaded, folder, [Path(item) for item in checkpoint or []], estimate=estimate)
+    emit(result, json_output)
+    raise typer.Exit(1 if result.errors else 0)
+
+
+@command(app)
+def objectives(json_output: Json = False) -> Any:
+    """The training objectives: name, formula, source, fields."""
+    from dpace_cli.tables import objectives_table
+
+    return objectives_table()
+
+
+@command(config_app, "show")
+def config_show(
+    overrides: Overrides = None, config: ConfigFile = None, preset: Preset = None, run: Run = None,
+    json_output: Json = False,
+) -> Any:  # fmt: skip
+    """The resolved config, and where each value came from."""
+    from dpace_cli.records import RunFolder
+    from dpace_cli.settings import described, load_config
+
+    if config is None and preset is None and run is not None:
+        config = RunFolder(run).config_file
+    loaded, origins = load_config(preset=preset, file=config, overrides=overrides or [])
+    if json_output:
+        return {"config": loaded, "origins": origins}
+    print(described(loaded, origins), end="")
+    return None
+
+
+@command(config_app, "init")
+def config_init(
+    file: Path, preset: Preset = None,
+    force: Annotated[bool, typer.Option("--force", help="replace the file if it is there")] = False,
+) -> None:  # fmt: skip
+    """Write a config file with every field and its meaning, to edit."""
+    from dpace_cli.records import writing
+    from dpace_cli.settings import commented, load_config
+
+    if file.exists() and not force:
+        raise UsageError(f"{file} is there already", "choose another name, or pass --force")
+    with writing(file) as out:
+        out.write(commented(load_config(preset=preset)[0]))
+    console.note(f"wrote {file}")
+
+
+@command(config_app, "schema")
+def config_schema() -> None:
+    """The JSON schema of the config."""
+    from dpace_cli.config import Config
+
+    print(json.dumps(Config.model_json_schema(), indent=2))
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    version: Annotated[bool, typer.Option("--version", help="print the version", is_eager=True)] = False,
+) -> None:  # fmt: skip
+    if version:
+        print(f"dpace {__version__}")
+        raise typer.Exit
+
+
+def checkpoints_of(folder: RunFolder, patterns: list[str] | None) -> list[Any]:
+    """The checkpoints that a command works on: the named ones, else the last of every arm of the run.
+
+    Raises:
+        UsageError: there is none.
+    """
+    from dpace_cli.records import find_checkpoints
+
+    return find_checkpoints(folder, patterns)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def main() -> None:
+    """Entry point of the `dpace` command."""
+    app()
