@@ -222,7 +222,7 @@ def train(
     target: Target = None,
     data: Annotated[Path | None, typer.Option("--data", help="rows with the target's answers")] = None,
     output: Output = None,
-    loss: Annotated[str | None, typer.Option("--loss", help="see `dpace objectives`; or package.module:function")] = None,
+    loss: Annotated[str | None, typer.Option("--loss", help="see `dpace objectives`, or package.module:name")] = None,
     alpha: Annotated[float | None, typer.Option("--alpha", help="smoothing, for the dpace family")] = None,
     gamma: Annotated[float | None, typer.Option("--gamma", help="decay length, for dflash and lk")] = None,
     top_k: Annotated[int | None, typer.Option("--top-k", help="for topk-prefix")] = None,

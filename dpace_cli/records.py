@@ -175,7 +175,7 @@ class CheckpointRef:
 
 
 def checkpoint_ref(path: Path) -> CheckpointRef:
-    """Read arm, seed and step off a checkpoint's path, `.../ARM-seedN/step-S`; elsewhere the folder's name is the arm."""
+    """Arm, seed and step from a path `.../ARM-seedN/step-S`; elsewhere the folder's name is the arm."""
     step = re.fullmatch(r"step-(\d+)", path.name)
     arm = re.fullmatch(r"(.+)-seed(\d+)", path.absolute().parent.name)
     if step and arm:
