@@ -458,15 +458,15 @@ def _weights_hash(model: nn.Module) -> str:
 def _summary(sums: Mapping[str, Tensor]) -> dict[str, Any]:
     """Means of a line of metrics from the head's sums: over supervised positions, and by position."""
     supervised = sums["supervised"].clamp_min(1)
-    by_position = sums["position_supervised"].clamp_min(1)
+    by_position = sums["supervised_count"].clamp_min(1)
     blocks = sums["blocks"].clamp_min(1)
     return {
         "accuracy": float(sums["correct"] / supervised),
         "expected_accepted": float(sums["expected_accepted"] / blocks),
         "blocks": int(sums["blocks"]),
-        "weight_by_position": (sums["position_weight"] / by_position).tolist(),
-        "confidence_by_position": (sums["position_confidence"] / by_position).tolist(),
-        "accepted_by_position": (sums["position_accepted"] / by_position).tolist(),
+        "weight_by_position": (sums["weight_sum"] / by_position).tolist(),
+        "confidence_by_position": (sums["confidence_sum"] / by_position).tolist(),
+        "accepted_by_position": (sums["accepted_sum"] / by_position).tolist(),
     }
 
 
