@@ -124,6 +124,7 @@ class BenchRecord:
         concurrency: requests in flight.
         wall_s: seconds of a whole arm, by `baseline` and `draft` (servers).
         counters: what a server counted over the whole data set: `drafts`, `accepted`, `accepted_per_position`.
+        key: hash of all settings that decide the counts; a record with the same key need not be made again.
         started: UTC, ISO 8601. seconds: of the measurement, over all its attempts.
     """
 
@@ -157,6 +158,7 @@ class BenchRecord:
     concurrency: int = 1
     wall_s: dict[str, float] = field(default_factory=dict)
     counters: dict[str, Any] | None = None
+    key: str = ""
     version: int = RECORD_VERSION
 
     # --- figures; None wherever nothing was measured that could give them ---------------------------------

@@ -163,7 +163,7 @@ def _from_file(path: Path) -> Iterator[BenchPrompt]:
         if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
             raise UsageError(
                 f"row {number} of {path} has no prompt",
-                'a row is {"prompt": "..."}, {"turns": ["...", ...]}, or has user turns in "conversations" or "messages"',
+                'a row holds "prompt" (text), "turns" (texts), or user turns in "conversations" or "messages"',
             )
         row_id = str(row.get("id", f"{path.stem}-{number - 1:05d}"))
         if row_id in seen:

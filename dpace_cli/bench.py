@@ -1,0 +1,139 @@
+"""Measure drafters: acceptance length and speed-up, on any data sets, at any temperatures.
+
+One record file for each drafter, data set and temperature; what is done is skipped, and what was begun is
+resumed prompt by prompt. How an engine measures is said in `dpace_cli/engines/measure_*.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpace_cli import console
+from dpace_cli.config import Config
+from dpace_cli.data.benchmarks import dataset_name, load_prompts
+from dpace_cli.engines.measure_base import Done
+from dpace_cli.errors import UsageError
+from dpace_cli.records import CheckpointRef, RunFolder
+from dpace_cli.results import BenchRecord
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The figures of one record, and where it is.
+
+    `prompts` counts conversations and `requests` their turns; `near_ties`, `broken` and `errors` are requests.
+    """
+
+    arm: str
+    seed: int
+    step: int | None
+    dataset: str
+    temperature: float
+    concurrency: int
+    prompts: int
+    requests: int
+    sr: float | None
+    tau: float | None
+    tau_pooled: float | None
+    lossless: float | None
+    near_ties: int
+    broken: int
+    errors: int
+    result: Path
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """What a call measured. `results` holds every record; the other fields are those of the first."""
+
+    dataset: str
+    temperature: float
+    prompts: int
+    sr: float | None
+    tau: float | None
+    tau_pooled: float | None
+    lossless: float | None
+    result: Path
+    results: list[Measured]
+
+
+def run(config: Config, checkpoints: Sequence[CheckpointRef], folder: RunFolder | Path) -> BenchResult:
+    """Measure checkpoints on the config's data sets at its temperatures.
+
+    Args:
+        config: its `target` and `bench` sections are used.
+        checkpoints: drafters of one target.
+        folder: a run, or a folder for the records.
+    Raises:
+        UsageError: nothing to measure, or an input that is missing or does not fit.
+        RunError: no prompt of a data set could be answered.
+    """
+    if not checkpoints:
+        raise UsageError("there is no checkpoint to measure", "train one, or pass --checkpoint")
+    bench = config.bench
+    names = Counter(dataset_name(name) for name in bench.datasets)
+    twice = [name for name, count in names.items() if count > 1]
+    same = [place for place, count in Counter((c.folder, c.step) for c in checkpoints).items() if count > 1]
+    if same:
+        raise UsageError(f"two checkpoints are both {same[0][0]}, step {same[0][1]}", "name one of them alone")
+    if twice or not names:
+        raise UsageError(f"bench.datasets names {twice[0]} twice" if twice else "bench.datasets is empty")
+    sets = [load_prompts(name, bench.data_dir, bench.num_prompts, bench.seed) for name in bench.datasets]
+    root = folder / "bench" if isinstance(folder, RunFolder) else Path(folder)
+    engine = _engine(config, checkpoints, root)
+    done: Done = []
+    for prompts, temperature in itertools.product(sets, bench.temperatures):
+        done += engine.measure(prompts, temperature)
+    return _result(done)
+
+
+def _engine(config: Config, checkpoints: Sequence[CheckpointRef], root: Path) -> Any:
+    """The engine's own module is loaded when it is used."""
+    from dpace_cli.engines.measure_local import LocalBench
+
+    return LocalBench(config, checkpoints, root)
+
+
+def _result(done: Done) -> BenchResult:
+    results = [_figures(path, record) for path, record in done]
+    for line in results:
+        if line.broken:
+            console.warn(
+                f"{line.arm}, {line.dataset}: {line.broken} of {line.requests} outputs differ from the target's own "
+                f"where the target was sure ({line.result})"
+            )
+        if line.errors:
+            console.warn(
+                f"{line.arm}, {line.dataset}: {line.errors} of {line.requests} requests failed ({line.result})"
+            )
+    first = results[0]
+    return BenchResult(
+        first.dataset, first.temperature, first.prompts, first.sr, first.tau, first.tau_pooled, first.lossless,
+        first.result, results,
+    )  # fmt: skip
+
+
+def _figures(path: Path, record: BenchRecord) -> Measured:
+    return Measured(
+        arm=record.arm,
+        seed=record.seed,
+        step=record.step,
+        dataset=record.dataset,
+        temperature=record.temperature,
+        concurrency=record.concurrency,
+        prompts=len({prompt.id for prompt in record.prompts}),
+        requests=len(record.prompts),
+        sr=record.sr,
+        tau=record.tau,
+        tau_pooled=record.tau_pooled,
+        lossless=record.lossless,
+        near_ties=record.near_ties,
+        broken=record.broken,
+        errors=len(record.prompts) - len(record.finished),
+        result=path,
+    )
