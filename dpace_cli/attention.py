@@ -155,7 +155,7 @@ class _Grouped(torch.autograd.Function):
             probabilities.append(p)
             length = rows.stop - rows.start
             own = torch.matmul(p[..., length:], vb[:, blocks])
-            context = torch.bmm(p[..., :length].reshape(heads, -1, length), vc[:, rows])
+            context = torch.bmm(p[..., :length].flatten(1, 2), vc[:, rows])
             torch.add(own, context.view(own.shape), out=out[:, blocks])
         ctx.layout, ctx.scaling, ctx.heads = layout, scaling, heads
         ctx.save_for_backward(q, kc, vc, kb, vb, out, *probabilities)
@@ -176,16 +176,16 @@ class _Grouped(torch.autograd.Function):
         dkc, dvc = torch.zeros_like(kc), torch.zeros_like(vc)
         for (blocks, rows, _), p in zip(ctx.layout.groups(q.shape[2]), probabilities):
             length = rows.stop - rows.start
-            p_context = p[..., :length].reshape(heads, -1, length)
+            p_context = p[..., :length].flatten(1, 2)
             p_own = p[..., length:]
             g = upstream[:, blocks]
-            flat_g = g.reshape(heads, -1, g.shape[-1])
-            flat_q = q[:, blocks].reshape(heads, -1, g.shape[-1])
+            flat_g = g.flatten(1, 2)
+            flat_q = q[:, blocks].flatten(1, 2)
             dvc[:, rows] += torch.bmm(p_context.transpose(1, 2), flat_g)
             dvb[:, blocks] = torch.matmul(p_own.transpose(2, 3), g)
             d = inner[:, blocks]
             ds_own = (torch.matmul(g, vb[:, blocks].transpose(2, 3)) - d) * p_own
-            ds_context = (torch.bmm(flat_g, vc[:, rows].transpose(1, 2)) - d.reshape(heads, -1, 1)) * p_context
+            ds_context = (torch.bmm(flat_g, vc[:, rows].transpose(1, 2)) - d.flatten(1, 2)) * p_context
             dq[:, blocks] = torch.matmul(ds_own, kb[:, blocks]) + torch.bmm(ds_context, kc[:, rows]).view(g.shape)
             dkb[:, blocks] = torch.matmul(ds_own.transpose(2, 3), q[:, blocks])
             dkc[:, rows] += torch.bmm(ds_context.transpose(1, 2), flat_q)
@@ -212,7 +212,7 @@ def _probabilities(q: Tensor, k_context: Tensor, k_block: Tensor, anchors: tuple
     heads, m, rows, d = q.shape
     length = k_context.shape[1]
     scores = q.new_empty(heads, m, rows, length + k_block.shape[2])
-    scores[..., :length] = torch.bmm(q.reshape(heads, -1, d), k_context.transpose(1, 2)).view(heads, m, rows, length)
+    scores[..., :length] = torch.bmm(q.flatten(1, 2), k_context.transpose(1, 2)).view(heads, m, rows, length)
     scores[..., length:] = torch.matmul(q, k_block.transpose(2, 3))
     for block, anchor in enumerate(anchors):
         scores[:, block, :, anchor:length] = -torch.inf
