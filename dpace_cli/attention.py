@@ -198,13 +198,14 @@ class _Grouped(torch.autograd.Function):
 def _fold(x: Tensor, heads: int) -> Tensor:
     """[M, K, Hq, D] to [Hkv, M, G x K, D]."""
     m, k, hq, d = x.shape
-    return x.view(m, k, heads, hq // heads, d).permute(2, 0, 3, 1, 4).reshape(heads, m, -1, d)
+    return x.view(m, k, heads, hq // heads, d).permute(2, 0, 3, 1, 4).reshape(heads, m, hq // heads * k, d)
 
 
 def _unfold(x: Tensor, positions: int) -> Tensor:
     """[Hkv, M, G x K, D] to [M, K, Hq, D]."""
-    heads, m, _, d = x.shape
-    return x.view(heads, m, -1, positions, d).permute(1, 3, 0, 2, 4).reshape(m, positions, -1, d)
+    heads, m, rows, d = x.shape
+    group = rows // positions
+    return x.view(heads, m, group, positions, d).permute(1, 3, 0, 2, 4).reshape(m, positions, heads * group, d)
 
 
 def _probabilities(q: Tensor, k_context: Tensor, k_block: Tensor, anchors: tuple[int, ...]) -> Tensor:

@@ -60,7 +60,7 @@ def _attend(
     layout: BlockLayout,
 ) -> Tensor:
     def heads(projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (-1, attention.head_dim))
+        return projected.unflatten(-1, (projected.shape[-1] // attention.head_dim, attention.head_dim))
 
     q = _rotate(attention.q_norm(heads(attention.q_proj(hidden))), block_rotation)
     k_block = _rotate(attention.k_norm(heads(attention.k_proj(hidden))), block_rotation)
@@ -73,7 +73,8 @@ def _attend(
 def _rotation(drafter: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine [..., 1, D] of each position, to be shared by all heads."""
     cos, sin = drafter.rotary_emb(like, positions.reshape(1, -1))
-    return cos.view(*positions.shape, 1, -1), sin.view(*positions.shape, 1, -1)
+    shape = (*positions.shape, 1, cos.shape[-1])
+    return cos.view(shape), sin.view(shape)
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
