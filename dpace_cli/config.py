@@ -27,6 +27,8 @@ class Section(BaseModel):
 
 
 class _Objective(Section):
+    formula: ClassVar[str]  # loss of position k, for `dpace objectives`
+    source: ClassVar[str]
     needs_target: ClassVar[bool] = False  # does it need the target's whole distribution?
 
 
@@ -38,18 +40,24 @@ class _Smoothed(_Objective):
 class Dpace(_Smoothed):
     """D-PACE: the accepted length that a position can still unlock."""
 
+    formula: ClassVar[str] = "sum_{j>=k} c_1..c_j * -log q_k, c = (1 - alpha) q + alpha"
+    source: ClassVar[str] = "arXiv 2605.18810, eq. 8"
     name: Literal["dpace"] = "dpace"
 
 
 class DpaceCumulative(_Smoothed):
     """Ablation: the cumulative confidence alone."""
 
+    formula: ClassVar[str] = "c_1..c_k * -log q_k"
+    source: ClassVar[str] = "arXiv 2605.18810, appendix B.3"
     name: Literal["dpace-cumulative-confidence-only"] = "dpace-cumulative-confidence-only"
 
 
 class DpaceContinuation(_Smoothed):
     """Ablation: the continuation value alone."""
 
+    formula: ClassVar[str] = "(1 + sum_{j>k} c_{k+1}..c_j) * -log q_k"
+    source: ClassVar[str] = "arXiv 2605.18810, appendix B.3"
     name: Literal["dpace-continuation-value-only"] = "dpace-continuation-value-only"
 
 
@@ -57,6 +65,8 @@ class DpaceTargetProbability(_Smoothed):
     """Ablation: the target's own probability of its token in place of the drafter's."""
 
     needs_target: ClassVar[bool] = True
+    formula: ClassVar[str] = "dpace's weight of the target's p(y) * -log q_k"
+    source: ClassVar[str] = "arXiv 2605.18810, section 5.4"
     name: Literal["dpace-target-probability"] = "dpace-target-probability"
 
 
@@ -64,6 +74,8 @@ class Dpakl(_Smoothed):
     """D-PACE for soft targets: KL divergence, weighted by its own confidences."""
 
     needs_target: ClassVar[bool] = True
+    formula: ClassVar[str] = "dpace's weight of exp(sum_v p log q) * KL(p, q)"
+    source: ClassVar[str] = "arXiv 2605.18810, appendix E"
     name: Literal["dpakl"] = "dpakl"
 
 
@@ -84,6 +96,8 @@ class _Decayed(_Objective):
 class Dflash(_Decayed):
     """DFlash's decayed cross-entropy, the baseline."""
 
+    formula: ClassVar[str] = "exp(-(k-1)/gamma) * -log q_k"
+    source: ClassVar[str] = "arXiv 2602.06036, eq. 4"
     name: Literal["dflash"] = "dflash"
 
 
@@ -91,12 +105,16 @@ class Lk(_Decayed):
     """LK loss: minus the log of the probability that the target accepts."""
 
     needs_target: ClassVar[bool] = True
+    formula: ClassVar[str] = "exp(-(k-1)/gamma) * -log sum_v min(p, q)"
+    source: ClassVar[str] = "arXiv 2602.23881"
     name: Literal["lk"] = "lk"
 
 
 class TopkPrefix(_Objective):
     """GRIFFIN's mask: positions after the first that left the drafter's top k do not count."""
 
+    formula: ClassVar[str] = "[no earlier y outside the drafter's top k] * -log q_k"
+    source: ClassVar[str] = "GRIFFIN, its mask alone"
     name: Literal["topk-prefix"] = "topk-prefix"
     top_k: int = Field(3, ge=1, description="how many of the drafter's best tokens count as a hit")
     reduction: Reduction = Field("weight", description="what the weighted sum is divided by")
@@ -105,6 +123,8 @@ class TopkPrefix(_Objective):
 class AcceptRate(_Objective):
     """Minus the expected accepted length itself, unsmoothed."""
 
+    formula: ClassVar[str] = "-sum_j q_1..q_j"
+    source: ClassVar[str] = "the surrogate itself, unsmoothed"
     name: Literal["accept-rate"] = "accept-rate"
     reduction: Reduction = Field("sequence", description="what the sum is divided by")
 
@@ -112,6 +132,8 @@ class AcceptRate(_Objective):
 class AcceptUntilFail(_Objective):
     """Spec-AUF: positions up to and including the drafter's first miss."""
 
+    formula: ClassVar[str] = "[no earlier argmax miss] * -log q_k"
+    source: ClassVar[str] = "Spec-AUF, arXiv 2607.01893"
     name: Literal["accept-until-fail"] = "accept-until-fail"
     reduction: Reduction = Field("weight", description="what the weighted sum is divided by")
 
@@ -119,6 +141,8 @@ class AcceptUntilFail(_Objective):
 class Custom(_Objective):
     """A function of the user's own; docs/objectives.md says what it is given."""
 
+    formula: ClassVar[str] = "your own function"
+    source: ClassVar[str] = "docs/objectives.md"
     name: Literal["custom"] = "custom"
     function: str = Field(description="package.module:function", pattern=r"^[\w.]+:\w+$")
     params: dict[str, Any] = Field({}, description="keyword arguments for the function")
