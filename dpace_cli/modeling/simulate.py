@@ -1,0 +1,295 @@
+"""Acceptance without decoding: draft a block at every token of known answers, all in one batched pass.
+
+Greedy decoding accepts a drafted token where the target would have written it. When the answers are the
+target's own greedy ones, that is where it equals the answer's next token, so the whole course of decoding
+can be read off: begin at the answer's first token (the prefill gives it), jump by the accepted length,
+repeat. The number of jumps is the number of verify steps that real decoding takes.
+
+Shapes: B rows, L tokens, N anchors, K positions in a block (0 is the anchor), T tapped layers, H width.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from dflash.model import _draft_value, _output_head
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from dpace_cli.modeling.capture import tapped_states
+from dpace_cli.modeling.drafter_forward import drafter_hidden
+from dpace_cli.modeling.target import Target
+
+GROUP_TOKENS = 4096
+"""Tokens of rows that are handled together, padding included."""
+
+BLOCK_POSITIONS = 16384
+"""Drafted positions in one pass of the drafter; bounds its activations and logits."""
+
+Row = tuple[Sequence[int], Sequence[int]]
+"""input_ids and loss_mask of a conversation; a stretch of ones is an answer, its end token included."""
+
+
+@dataclass(frozen=True)
+class SimulatedAnswer:
+    """One answer of a row.
+
+    Attributes:
+        row: index of its row.
+        start: where it begins in the row.
+        steps: acceptance length of each verify step that greedy decoding takes; None where anchors were thinned.
+    """
+
+    row: int
+    start: int
+    steps: list[int] | None
+
+
+@dataclass(frozen=True)
+class SimulatedAcceptance:
+    """What greedy decoding of known answers would have accepted.
+
+    Attributes:
+        answers: every answer, in row order.
+        anchors: blocks that were drafted.
+        mean_acceptance: mean acceptance length over all of them (each token of an answer is an anchor once).
+        accuracy: for position 1, 2, ... K-1 the share of right tokens; None where no answer is that long.
+        accuracy_given_prefix: the same over blocks whose earlier positions are all right.
+        accepted: share of blocks whose first k positions are all right.
+    """
+
+    answers: list[SimulatedAnswer]
+    anchors: int
+    mean_acceptance: float | None
+    accuracy: list[float | None]
+    accuracy_given_prefix: list[float | None]
+    accepted: list[float | None]
+
+    @property
+    def tau(self) -> float | None:
+        """Mean over answers of each answer's mean acceptance length, as `dpace bench` has it."""
+        means = [statistics.fmean(answer.steps) for answer in self.answers if answer.steps]
+        return statistics.fmean(means) if means else None
+
+    @property
+    def tau_pooled(self) -> float | None:
+        """Mean acceptance length over all verify steps."""
+        steps = list(chain.from_iterable(answer.steps or [] for answer in self.answers))
+        return statistics.fmean(steps) if steps else None
+
+    @property
+    def rounds(self) -> int:
+        """Verify steps that the answers take together."""
+        return sum(len(answer.steps or []) for answer in self.answers)
+
+
+@torch.no_grad()
+def simulate(
+    drafter: Any,
+    target: Target,
+    rows: Sequence[Row],
+    *,
+    block_size: int,
+    states: Callable[[Sequence[int]], Tensor] | None = None,
+    limits: Sequence[int] | None = None,
+    max_anchors: int | None = None,
+    progress: Callable[[int], None] = lambda rows: None,
+) -> SimulatedAcceptance:
+    """Draft at the tokens of known answers and count what greedy decoding would accept.
+
+    Args:
+        drafter: a DFlashDraftModel; call `eval()` on it first.
+        rows: conversations whose answers are known.
+        block_size: K.
+        states: row indices to their tapped states [B, L, T * H], padded on the right; null: the target is run.
+        limits: for each row the length at which decoding would be cut (prompt + max_new_tokens). Near it
+            DFlash drafts shorter blocks, and so does this. Null: far away.
+        max_anchors: at most this many anchors of an answer, evenly spaced; then there are no verify steps,
+            and `tau` is None.
+        progress: told the number of rows that are done.
+    """
+    ids = [torch.tensor(list(input_ids), dtype=torch.long) for input_ids, _ in rows]
+    answers = [
+        _Answer(row, start, end, limits[row] if limits else end + 1 + block_size, max_anchors)
+        for row, (_, mask) in enumerate(rows)
+        for start, end in _stretches(mask)
+    ]
+    by_row: dict[int, list[_Answer]] = {}
+    for answer in answers:
+        by_row.setdefault(answer.row, []).append(answer)
+    states = states or (lambda indices: _own_states(drafter, target, [ids[i] for i in indices]))
+    tally = _Tally(block_size)
+    for group in _groups([len(i) for i in ids]):
+        if any(row in by_row for row in group):
+            _draft_group(drafter, target, group, ids, by_row, states(group), block_size, tally)
+        progress(len(group))
+    return tally.result(answers)
+
+
+# --- anchors and what was accepted there ------------------------------------------------------------------
+
+
+@dataclass
+class _Answer:
+    """An answer at start..end (inclusive), and the accepted length found at each anchor."""
+
+    row: int
+    start: int
+    end: int
+    limit: int
+    max_anchors: int | None
+    lengths: dict[int, int] = field(default_factory=dict)
+
+    def anchors(self) -> list[int]:
+        """Tokens that a block may start from: all but the last, which nothing follows."""
+        every = list(range(self.start, self.end))
+        if self.max_anchors is None or len(every) <= self.max_anchors:
+            return every
+        step = len(every) / self.max_anchors
+        return [every[int(i * step)] for i in range(self.max_anchors)]
+
+    def steps(self) -> list[int] | None:
+        """Walk through the answer as greedy decoding does."""
+        if len(self.lengths) < self.end - self.start:
+            return None
+        steps, at = [], self.start
+        while at < self.end:
+            steps.append(self.lengths[at])
+            at += self.lengths[at]
+        return steps
+
+
+class _Tally:
+    """Sums over all drafted blocks, by position."""
+
+    def __init__(self, block_size: int) -> None:
+        self.blocks = self.tokens = 0
+        self.supervised, self.right, self.tried, self.prefix = (torch.zeros(block_size - 1).long() for _ in range(4))
+
+    def add(self, right: Tensor, supervised: Tensor, lengths: Tensor) -> None:
+        """Count blocks: [M, k - 1] bool is the token right, is there one; [M] accepted lengths."""
+        width = right.shape[1]
+        prefix = (right & supervised).long().cumprod(dim=1).bool()
+        before = torch.cat([torch.ones_like(prefix[:, :1]), prefix[:, :-1]], dim=1)
+        self.blocks += len(lengths)
+        self.tokens += int(lengths.sum())
+        self.supervised[:width] += supervised.sum(0).cpu()
+        self.right[:width] += (right & supervised).sum(0).cpu()
+        self.tried[:width] += (before & supervised).sum(0).cpu()
+        self.prefix[:width] += (prefix & supervised).sum(0).cpu()
+
+    def result(self, answers: Sequence[_Answer]) -> SimulatedAcceptance:
+        return SimulatedAcceptance(
+            answers=[SimulatedAnswer(answer.row, answer.start, answer.steps()) for answer in answers],
+            anchors=self.blocks,
+            mean_acceptance=self.tokens / self.blocks if self.blocks else None,
+            accuracy=_ratio(self.right, self.supervised),
+            accuracy_given_prefix=_ratio(self.prefix, self.tried),
+            accepted=_ratio(self.prefix, self.supervised),
+        )
+
+
+def _ratio(part: Tensor, whole: Tensor) -> list[float | None]:
+    return [p / w if w else None for p, w in zip(part.tolist(), whole.tolist())]
+
+
+def _stretches(mask: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and last index of every run of ones."""
+    start: int | None = None
+    for index, supervised in enumerate([*mask, 0]):
+        if supervised and start is None:
+            start = index
+        elif not supervised and start is not None:
+            yield start, index - 1
+            start = None
+
+
+# --- the batched pass -------------------------------------------------------------------------------------
+
+
+def _draft_group(
+    drafter: Any,
+    target: Target,
+    group: Sequence[int],
+    ids: Sequence[Tensor],
+    by_row: dict[int, list[_Answer]],
+    target_hidden: Tensor,
+    block_size: int,
+    tally: _Tally,
+) -> None:
+    """Draft at all anchors of some rows; blocks of one size together, a bounded number at a time."""
+    tokens = pad_sequence([ids[i] for i in group], batch_first=True).to(target.device)
+    target_hidden = target_hidden.to(target.device, next(drafter.parameters()).dtype)
+    sized: dict[int, list[tuple[int, _Answer, int]]] = {}
+    for place, row in enumerate(group):
+        for answer in by_row.get(row, []):
+            for anchor in answer.anchors():
+                sized.setdefault(min(block_size, answer.limit - anchor), []).append((place, answer, anchor))
+    for size, found in sized.items():
+        if size < 2:
+            continue
+        per_pass = max(1, BLOCK_POSITIONS // size)
+        for begin in range(0, len(found), per_pass):
+            blocks = found[begin : begin + per_pass]
+            drafted = _draft(drafter, target, tokens, target_hidden, [(p, a) for p, _, a in blocks], size)
+            rows = torch.tensor([p for p, _, _ in blocks], device=tokens.device)
+            anchors = torch.tensor([a for _, _, a in blocks], device=tokens.device)
+            ends = torch.tensor([answer.end for _, answer, _ in blocks], device=tokens.device)
+            where = anchors[:, None] + torch.arange(1, size, device=tokens.device)
+            supervised = where <= ends[:, None]
+            right = drafted == tokens[rows[:, None], where.clamp_max(tokens.shape[1] - 1)]
+            matching = (right & supervised).long().cumprod(dim=1).sum(dim=1)
+            # The target's own next token comes on top, unless the answer ends before.
+            lengths = torch.minimum(matching + 1, ends - anchors)
+            tally.add(right, supervised, lengths)
+            for (_, answer, anchor), length in zip(blocks, lengths.tolist()):
+                answer.lengths[anchor] = length
+
+
+def _draft(
+    drafter: Any, target: Target, tokens: Tensor, target_hidden: Tensor, blocks: Sequence[tuple[int, int]], size: int
+) -> Tensor:
+    """Greedy draft tokens [M, size - 1] of blocks given by (place of the row, anchor)."""
+    device = tokens.device
+    counts = [0] * len(tokens)
+    columns = []
+    for place, _ in blocks:
+        columns.append(counts[place])
+        counts[place] += 1
+    rows = torch.tensor([place for place, _ in blocks], device=device)
+    column = torch.tensor(columns, device=device)
+    anchors = torch.zeros(len(tokens), max(counts), dtype=torch.long, device=device)
+    keep = torch.zeros_like(anchors, dtype=torch.bool)
+    anchors[rows, column] = torch.tensor([anchor for _, anchor in blocks], device=device)
+    keep[rows, column] = True
+    noise_ids = torch.full((*anchors.shape, size), drafter.mask_token_id, dtype=torch.long, device=device)
+    noise_ids[..., 0] = tokens.gather(1, anchors)
+    scale = float(_draft_value(drafter.config, "input_embedding_scale", 1.0))
+    noise = torch.nn.functional.embedding(noise_ids, target.embedding) * scale
+    hidden = drafter_hidden(drafter, noise.to(target_hidden.dtype), target_hidden, anchors, keep)
+    hidden = hidden[rows, column, 1:].to(target.embedding.dtype)
+    return drafter.compute_logits(hidden, _output_head(target.model)).argmax(dim=-1)
+
+
+def _own_states(drafter: Any, target: Target, ids: Sequence[Tensor]) -> Tensor:
+    tokens = pad_sequence(list(ids), batch_first=True).to(target.device)
+    lengths = torch.tensor([len(row) for row in ids], device=tokens.device)
+    mask = (torch.arange(tokens.shape[1], device=tokens.device)[None] < lengths[:, None]).long()
+    return tapped_states(target, tokens, None if bool(mask.all()) else mask, drafter.target_layer_ids)
+
+
+def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Rows of like length, at most GROUP_TOKENS together with their padding."""
+    group: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if group and (len(group) + 1) * lengths[group[0]] > GROUP_TOKENS:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group
