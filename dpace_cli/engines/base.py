@@ -1,0 +1,110 @@
+"""What a generation engine is: requests in, completions out, in any order.
+
+An engine is added by one file here, named in `make_engine`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dpace_cli.config import Config
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer that is wanted.
+
+    Attributes:
+        id: comes back in the completion.
+        messages: the history, the last message being what the target answers.
+        tools: tool definitions for the chat template, or None.
+        seed: decides the draws where temperature is above 0.
+    """
+
+    id: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The target's answer to one request, or why there is none.
+
+    Attributes:
+        text: the answer without reasoning and without the end-of-turn token.
+        reasoning: what the target thought first; None where it did not.
+        prompt_ids: token ids that the target saw; None where a server does not tell.
+        answer_ids: token ids that it generated, end-of-turn included; None where a server does not tell.
+        finish_reason: "stop", "length" or "tool_calls".
+        tokens: how many tokens were generated.
+        tool_calls: parsed calls, in OpenAI's form.
+        error: why there is no answer; None where there is one.
+        permanent: the error comes back however often it is tried.
+    """
+
+    id: str
+    text: str = ""
+    reasoning: str | None = None
+    prompt_ids: list[int] | None = None
+    answer_ids: list[int] | None = None
+    finish_reason: str = ""
+    tokens: int = 0
+    tool_calls: list[dict[str, Any]] | None = None
+    error: str | None = None
+    permanent: bool = False
+
+
+class Engine(Protocol):
+    """Answers requests with one target and one set of sampling options."""
+
+    name: str
+    group_rows: int | None
+    """Rows whose answers are made together, so that how they are grouped may move a rounding; None: no such thing."""
+
+    def complete(self, requests: Iterable[Request | None]) -> Iterator[Completion]:
+        """Answer every request, in any order.
+
+        `requests` is read as there is room. None in it means that nothing is ready now, but an answer that is
+        on its way may bring more: it is how the second turn of a conversation follows its first.
+        """
+        ...
+
+    def render(self, request: Request) -> str:
+        """The request as the target sees it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def make_engine(config: Config) -> Engine:
+    """The engine that `regen.engine` names; its imports are paid only when it is used."""
+    if config.regen.engine == "http":
+        from dpace_cli.engines.http import HttpEngine
+
+        return HttpEngine(config)
+    from dpace_cli.engines.local import LocalEngine
+
+    return LocalEngine(config)
+
+
+_THINK = re.compile(r"^\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
+
+
+def split_reasoning(text: str, opened: bool) -> tuple[str, str | None]:
+    """Content and reasoning of a generated text.
+
+    Args:
+        opened: the prompt ends inside the reasoning, so that a text without an end of it is reasoning all through.
+    """
+    if match := _THINK.match(text):
+        return text[match.end() :], match[1].strip("\n") or None
+    stripped = text.lstrip()
+    if opened or stripped.startswith("<think>"):
+        return "", stripped.removeprefix("<think>").strip("\n") or None
+    return text, None

@@ -1,0 +1,149 @@
+"""Generation with Transformers on this machine, in batches of rows of like length.
+
+Shapes: B rows still running, L cached positions (left-padding included), V vocabulary.
+
+The loop is its own and not `model.generate`, because rows that are finished leave the batch, each row draws
+from its own seed, and nothing is computed for the padding of rows that are done.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from dpace_cli.config import Config, RegenConfig
+from dpace_cli.data.tokens import generation_prompt
+from dpace_cli.engines.base import Completion, Request, split_reasoning
+from dpace_cli.errors import DpaceError
+from dpace_cli.modeling.target import Target, load_target
+
+COMPACT_BELOW = 0.9
+"""The batch is made smaller when at most this share of its rows is still running."""
+
+
+@dataclass
+class _Row:
+    request: Request
+    prompt_ids: list[int]
+    random: random.Random
+    answer_ids: list[int] = field(default_factory=list)
+
+
+class LocalEngine:
+    """Transformers, on any device.
+
+    A row's answer depends on the other rows of its batch only through the rounding of sums.
+    """
+
+    name = "local"
+
+    def __init__(self, config: Config, target: Target | None = None) -> None:
+        self.options: RegenConfig = config.regen
+        self.template_options = config.target.template_options()
+        self.group_rows: int | None = config.regen.batch_size
+        self.target = load_target(config.target) if target is None else target
+        self.stop = set(self.target.stop_token_ids)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def render(self, request: Request) -> str:
+        return self.target.tokenizer.decode(self._prompt(request))
+
+    def complete(self, requests: Iterable[Request | None]) -> Iterator[Completion]:
+        """Collect what is ready, answer it in batches, and ask for more."""
+        source = iter(requests)
+        while True:
+            rows: list[_Row] = []
+            more = False
+            for request in source:
+                if request is None:
+                    more = True
+                    break
+                try:
+                    row = _Row(request, self._prompt(request), random.Random(request.seed))
+                    self._check_length(row)
+                except DpaceError as error:
+                    yield Completion(request.id, error=error.message, permanent=True)
+                else:
+                    rows.append(row)
+            rows.sort(key=lambda row: (-len(row.prompt_ids), row.request.id))
+            for start in range(0, len(rows), self.options.batch_size):
+                yield from self._answer(rows[start : start + self.options.batch_size])
+            if not more:
+                return
+
+    def _prompt(self, request: Request) -> list[int]:
+        return generation_prompt(self.target.tokenizer, request.messages, self.template_options, request.tools)
+
+    def _check_length(self, row: _Row) -> None:
+        room = getattr(self.target.config, "max_position_embeddings", None)
+        if room is not None and len(row.prompt_ids) >= room:
+            raise DpaceError(f"the prompt has {len(row.prompt_ids)} tokens; the target takes {room}")
+
+    @torch.inference_mode()
+    def _answer(self, rows: list[_Row]) -> Iterator[Completion]:
+        """Generate for one batch; a row is yielded as soon as it is finished."""
+        device = self.target.device
+        longest = max(len(row.prompt_ids) for row in rows)
+        ids = torch.zeros(len(rows), longest, dtype=torch.long)
+        mask = torch.zeros(len(rows), longest, dtype=torch.long)
+        for i, row in enumerate(rows):
+            ids[i, longest - len(row.prompt_ids) :] = torch.tensor(row.prompt_ids)
+            mask[i, longest - len(row.prompt_ids) :] = 1
+        ids, mask = ids.to(device), mask.to(device)
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)
+        cache = DynamicCache(config=self.target.model.config)
+        done = [False] * len(rows)
+        while True:
+            output = self.target.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            chosen = self._choose(output.logits[:, -1].float(), rows)
+            for i, token in enumerate(chosen.tolist()):
+                if not done[i]:
+                    rows[i].answer_ids.append(token)
+                    if token in self.stop or len(rows[i].answer_ids) >= self.options.max_new_tokens:
+                        done[i] = True
+                        yield self._completion(rows[i])
+            running = [i for i, finished in enumerate(done) if not finished]
+            if not running:
+                return
+            if len(running) <= COMPACT_BELOW * len(rows):
+                kept = torch.tensor(running, device=device)
+                cache.batch_select_indices(kept)
+                mask, positions, chosen = mask[kept], positions[kept], chosen[kept]
+                rows, done = [rows[i] for i in running], [False] * len(running)
+            ids = chosen[:, None]
+            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+            positions = positions[:, -1:] + 1
+
+    def _choose(self, logits: Tensor, rows: list[_Row]) -> Tensor:
+        """[B] next token of each row from its [B, V] logits."""
+        return logits.argmax(-1)
+
+    def _completion(self, row: _Row) -> Completion:
+        tokenizer = self.target.tokenizer
+        stopped = row.answer_ids[-1] in self.stop
+        text = tokenizer.decode(row.answer_ids[:-1] if stopped else row.answer_ids, skip_special_tokens=True)
+        opened = tokenizer.decode(row.prompt_ids[-8:]).rstrip().endswith("<think>")
+        content, reasoning = split_reasoning(text, opened)
+        return Completion(
+            row.request.id,
+            text=content,
+            reasoning=reasoning,
+            prompt_ids=row.prompt_ids,
+            answer_ids=row.answer_ids,
+            finish_reason="stop" if stopped else "length",
+            tokens=len(row.answer_ids),
+        )
