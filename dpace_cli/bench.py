@@ -93,10 +93,13 @@ def run(config: Config, checkpoints: Sequence[CheckpointRef], folder: RunFolder 
 
 
 def _engine(config: Config, checkpoints: Sequence[CheckpointRef], root: Path) -> Any:
-    """The engine's own module is loaded when it is used."""
-    from dpace_cli.engines.measure_local import LocalBench
-
-    return LocalBench(config, checkpoints, root)
+    """The engine that measures; its module is loaded when it is used, for servers need no torch."""
+    match config.bench.engine:
+        case "local":
+            from dpace_cli.engines.measure_local import LocalBench as Engine
+        case "simulate":
+            from dpace_cli.engines.measure_simulate import SimulateBench as Engine
+    return Engine(config, checkpoints, root)
 
 
 def _result(done: Done) -> BenchResult:

@@ -77,11 +77,11 @@ class Pending:
     def row(self, prompt: BenchPrompt, results: Sequence[PromptResult], seconds: float) -> dict[str, Any]:
         """What the log keeps of one prompt."""
         return {
-            "id": prompt.id, "key": self.record.key, "at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "seconds": seconds, "results": [asdict(result) for result in results],
+            "id": prompt.id, "key": self.record.key, "at": utc_now(), "seconds": seconds,
+            "results": [asdict(result) for result in results],
         }  # fmt: skip
 
-    def finish(self, prompts: PromptSet, **more: Any) -> BenchRecord:
+    def finish(self, prompts: PromptSet, **more: Any) -> None:
         """Write the record from the log's rows, in the prompts' order, and remove the log.
 
         Args:
@@ -91,20 +91,29 @@ class Pending:
         """
         rows = self.rows()
         ordered = [rows[prompt.id] for prompt in prompts.prompts]
-        record = replace(
-            self.record,
-            prompts=[prompt_result(result) for row in ordered for result in row["results"]],
-            started=min(row["at"] for row in ordered),
-            seconds=sum(row["seconds"] for row in ordered),
-            **more,
-        )
-        if not record.finished:
-            self.log_path.unlink(missing_ok=True)
-            raise RunError(f"no prompt of {prompts.name} was answered; the first: {record.prompts[0].error}")
-        record.save(self.path)
+        self.write(
+            [prompt_result(result) for row in ordered for result in row["results"]],
+            started=min(row["at"] for row in ordered), seconds=sum(row["seconds"] for row in ordered), **more,
+        )  # fmt: skip
+
+    def write(self, results: list[PromptResult], **more: Any) -> None:
+        """Write the record, whole or not at all, and remove the log.
+
+        Raises:
+            RunError: no prompt was answered.
+        """
+        record = replace(self.record, prompts=results, **more)
+        if record.finished:
+            record.save(self.path)
         self.log_path.unlink(missing_ok=True)
+        if not record.finished:
+            raise RunError(f"no prompt of {record.dataset} was answered; the first: {record.prompts[0].error}")
         self.done = record
-        return record
+
+
+def utc_now() -> str:
+    """The time as records hold it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def new_record(

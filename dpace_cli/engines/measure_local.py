@@ -79,8 +79,12 @@ class LocalBench:
             dtype=str(self.dtype).removeprefix("torch."), warmup_tokens=self.bench.warmup_tokens,
             tie_tolerance=tie_tolerance(self.dtype),
         )  # fmt: skip
-        path = record_path(self.root, ref, self.refs, f"{prompts.name}-t{temperature:g}")
+        path = record_path(self.root, ref, self.refs, self.file_name(prompts, temperature))
         return Pending(path, record, {"check_lossless": self.bench.check_lossless, "device": self.device.type})
+
+    def file_name(self, prompts: PromptSet, temperature: float) -> str:
+        """What a record of this engine is called, without its ending."""
+        return f"{prompts.name}-t{temperature:g}"
 
     def render(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a conversation that waits for an answer."""

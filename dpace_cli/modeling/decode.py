@@ -26,6 +26,7 @@ from typing import Any
 import dflash.model
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from dpace_cli.results import Decoded
 
@@ -121,6 +122,41 @@ def decode(
         finish_reason="stop" if output_ids[-1] in stop_token_ids else "length",
         output_ids=output_ids,
     )
+
+
+@torch.inference_mode()
+def greedy_batch(
+    target: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: Sequence[int]
+) -> list[list[int]]:
+    """The target's greedy answers to several prompts at once, each up to and including its first end token.
+
+    Padding changes the order of sums, so a near-tie may fall the other way than in `decode`.
+    """
+    longest = max(len(prompt) for prompt in prompts)
+    device = target.device
+    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    stops = torch.tensor(list(stop_token_ids), dtype=torch.long, device=device)
+    answers: list[list[int]] = [[] for _ in prompts]
+    running = list(range(len(prompts)))
+    cache = DynamicCache(config=target.config)
+    for _ in range(max_new_tokens):
+        positions = (mask.cumsum(dim=1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        logits = target(
+            ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).logits[:, -1]
+        ids = logits.argmax(dim=-1, keepdim=True)
+        for row, token in zip(running, ids[:, 0].tolist()):
+            answers[row].append(token)
+        going = (~torch.isin(ids[:, 0], stops)).nonzero()[:, 0]
+        if len(going) == 0:
+            break
+        if len(going) < len(running):
+            running = [running[i] for i in going.tolist()]
+            ids, mask = ids[going], mask[going]
+            cache.batch_select_indices(going)
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+    return answers
 
 
 # --- is the output the target's own? ----------------------------------------------------------------------
