@@ -64,8 +64,10 @@ class Engine(Protocol):
     """Answers requests with one target and one set of sampling options."""
 
     name: str
+    fingerprint: str | None
+    """Of the tokenizer that `prompt_ids` and `answer_ids` belong to; None where there are none."""
     group_rows: int | None
-    """Rows whose answers are made together, so that how they are grouped may move a rounding; None: no such thing."""
+    """Rows that are answered together, so that their grouping may move a rounding; None: each for itself."""
 
     def complete(self, requests: Iterable[Request | None]) -> Iterator[Completion]:
         """Answer every request, in any order.
@@ -75,11 +77,13 @@ class Engine(Protocol):
         """
         ...
 
-    def render(self, request: Request) -> str:
-        """The request as the target sees it."""
+    def facts(self) -> dict[str, Any]:
+        """What the manifest says about it: device and dtype, or servers and the model they serve."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop what runs in the background."""
+        ...
 
 
 def make_engine(config: Config) -> Engine:

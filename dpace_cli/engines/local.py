@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from dpace_cli.config import Config, RegenConfig
 from dpace_cli.data.tokens import generation_prompt
 from dpace_cli.engines.base import Completion, Request, split_reasoning
 from dpace_cli.errors import DpaceError
-from dpace_cli.modeling.target import Target, load_target
+from dpace_cli.modeling.target import Target, load_target, tokenizer_fingerprint
 
 COMPACT_BELOW = 0.9
 """The batch is made smaller when at most this share of its rows is still running."""
@@ -47,13 +48,19 @@ class LocalEngine:
         self.template_options = config.target.template_options()
         self.group_rows: int | None = config.regen.batch_size
         self.target = load_target(config.target) if target is None else target
+        self.fingerprint: str | None = tokenizer_fingerprint(self.target.tokenizer)
         self.stop = set(self.target.stop_token_ids)
 
     def close(self) -> None:
         """Nothing to give back."""
 
-    def render(self, request: Request) -> str:
-        return self.target.tokenizer.decode(self._prompt(request))
+    def facts(self) -> dict[str, Any]:
+        """Device, number type and threads: what roundings depend on."""
+        return {
+            "device": str(self.target.device),
+            "dtype": str(self.target.model.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+        }
 
     def complete(self, requests: Iterable[Request | None]) -> Iterator[Completion]:
         """Collect what is ready, answer it in batches, and ask for more."""
