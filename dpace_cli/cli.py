@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import typer.core
 
 from dpace_cli import __version__, console
 from dpace_cli.errors import DpaceError, RunError, UsageError
@@ -21,7 +22,17 @@ if TYPE_CHECKING:
     from dpace_cli.config import Config
     from dpace_cli.records import RunFolder
 
+
+class _InOrder(typer.core.TyperGroup):
+    """Lists the commands in the order in which they are used."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        order = ["run", "prep", "regen", "train", "bench", "report", "weights", "doctor", "objectives", "config"]
+        return sorted(self.commands, key=order.index)
+
+
 app = typer.Typer(
+    cls=_InOrder,
     help="Train DFlash speculative-decoding drafters with the D-PACE loss, and measure what they are worth.",
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
 )  # fmt: skip

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dpace_cli import console
 from dpace_cli.config import Config, objective_label
@@ -23,7 +25,10 @@ from dpace_cli.errors import RunError, UsageError
 from dpace_cli.modeling.target import load_target, load_tokenizer, tokenizer_fingerprint
 from dpace_cli.records import RunFolder, file_sha256, read_json, write_json
 from dpace_cli.settings import save_config
-from dpace_cli.trainers.base import Job, Ranks
+from dpace_cli.trainers.base import Job, Outcome, Ranks
+
+if TYPE_CHECKING:
+    from dpace_cli.trainers.specforge_online import OnlinePlan
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,10 @@ def default_arm(config: Config) -> str:
     return f"{objective_label(config.train.objective)}-seed{config.train.seed}"
 
 
-def run(config: Config, folder: RunFolder, arm: str | None = None, restart: bool = False) -> TrainResult:
+def run(config: Config, folder: RunFolder, arm: str | None = None, restart: bool = False) -> TrainResult | OnlinePlan:
     """Train the drafter of one arm, or go on where an earlier run was stopped.
+
+    An online training by SpecForge whose servers are not named yet gives the plan of what to start.
 
     Args:
         arm: name of its folder under `train`; default: objective and seed.
@@ -74,12 +81,33 @@ def run(config: Config, folder: RunFolder, arm: str | None = None, restart: bool
     is_worker = "RANK" in os.environ
     if restart and not is_worker:
         _forget(output)
-    if config.train.nproc > 1 and not is_worker:
+    if config.train.nproc > 1 and config.train.engine == "native" and not is_worker:
         return _launch(config, folder, output, data)
     return _train(config, folder, output, data)
 
 
-def _train(config: Config, folder: RunFolder, output: Path, data: Path) -> TrainResult:
+@dataclass(frozen=True)
+class ReplayResult:
+    """A failed step, row by row: its loss, and what was finite."""
+
+    step: int
+    rows: list[dict]
+
+
+def replay(failed: Path) -> ReplayResult:
+    """Run a step again whose loss was not finite.
+
+    Args:
+        failed: the folder that the error named.
+    """
+    from dpace_cli.trainers import native
+
+    saved = read_json(failed / "batch.json")
+    config = Config.model_validate(saved["config"])
+    return ReplayResult(saved["step"], native.replay(failed, load_target(config.target), config.train))
+
+
+def _train(config: Config, folder: RunFolder, output: Path, data: Path) -> TrainResult | OnlinePlan:
     data_hash = file_sha256(data)
     finished = _finished(config, output, data_hash)
     if finished is not None:
@@ -93,16 +121,18 @@ def _train(config: Config, folder: RunFolder, output: Path, data: Path) -> Train
             "a row needs two supervised tokens in a row; `dpace prep preview` shows how rows are read",
         )
     rows, held_out = split_validation(rows, config.train.val_rows)
-    trainer = _trainer(config)
+    trainer, needs_target = _trainer(config, len(rows))
     with Ranks() as ranks:
         if ranks.is_first:
             tokens = sum(len(row.input_ids) for row in rows)
             console.note(f"training rows: {len(rows):,} ({tokens:,} tokens), held out: {len(held_out)}"
                          + (f"; {_counts(skipped)}" if skipped else ""))  # fmt: skip
             save_config(config, output / "config.yaml")
-        target = load_target(config.target)
+        target = load_target(config.target) if needs_target else None
         job = Job(config, rows, held_out, data_hash, output, folder.root / "train" / "cache")
         outcome = trainer(job, target, ranks)
+        if not isinstance(outcome, Outcome):
+            return outcome
         result = TrainResult(
             checkpoint=str(outcome.checkpoint),
             objective=objective_label(config.train.objective),
@@ -139,6 +169,10 @@ def read_training_rows(config: Config, data: Path, tokenizer: object) -> tuple[l
     skipped: Counter[str] = Counter()
     options, longest = config.target.template_options(), config.train.max_length
     for row in read_rows(data):
+        if not isinstance(row.get("id"), str) or not isinstance(row.get("conversations"), list):
+            raise UsageError(
+                f"{data}: a row has no id or no conversations: {str(row)[:100]}", "`dpace prep` makes rows"
+            )
         if row["id"] in stored:
             pieces = encode_stored(stored[row["id"]])
         else:
@@ -158,12 +192,20 @@ def _cut(row_id: str, piece: Encoded, longest: int, skipped: Counter[str]) -> Tr
     return TrainingRow.make(row_id, piece.input_ids[:longest], piece.loss_mask[:longest])
 
 
-def _trainer(config: Config):
-    if config.train.engine == "specforge":
-        from dpace_cli.trainers.specforge import train
-    else:
+def _trainer(config: Config, rows: int) -> tuple[Callable, bool]:
+    """The trainer, and whether it needs the target's weights in this process."""
+    if config.train.engine == "native":
         from dpace_cli.trainers.native import train
-    return train
+
+        return train, True
+    from dpace_cli.trainers.specforge_config import check
+
+    check(config, rows)  # before the target is loaded
+    if config.train.specforge.mode == "online":
+        from dpace_cli.trainers.specforge_online import train
+    else:
+        from dpace_cli.trainers.specforge import train
+    return train, config.train.specforge.mode == "offline"
 
 
 def _identity(config: Config, data_hash: str) -> dict:
@@ -194,9 +236,10 @@ def _launch(config: Config, folder: RunFolder, output: Path, data: Path) -> Trai
     (output / "manifest.json").unlink(missing_ok=True)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.train.nproc}",
-        "-m", "dpace_cli", "train", "--config", str(output / "launch.yaml"), "--run", str(folder.root),
+        "-m", "dpace_cli", "train", "--config", str(output / "launch.yaml"),
     ]  # fmt: skip
-    worker = subprocess.Popen(command, stdout=sys.stderr)
+    # By environment: torchrun takes an option --run of its script for an abbreviation of its own --run-path.
+    worker = subprocess.Popen(command, stdout=sys.stderr, env={**os.environ, "DPACE_RUN": str(folder.root)})
     try:
         code = worker.wait()
     except BaseException:
@@ -212,7 +255,7 @@ def _launch(config: Config, folder: RunFolder, output: Path, data: Path) -> Trai
 def _forget(output: Path) -> None:
     import shutil
 
-    for path in [*output.glob("step-*"), *output.glob("failed-*")]:
+    for path in [*output.glob("step-*"), *output.glob("failed-*"), *output.glob("specforge")]:
         shutil.rmtree(path)
     for name in ("metrics.jsonl", "timing.jsonl", "manifest.json"):
         (output / name).unlink(missing_ok=True)

@@ -21,17 +21,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpace_cli import console
-from dpace_cli.config import TrainConfig, needs_target
+from dpace_cli.config import Objective, TrainConfig
 from dpace_cli.data.batches import Blocks, TrainingRow, collate, draw_anchors, epoch_batches
 from dpace_cli.errors import Interrupted, RunError, UsageError
 from dpace_cli.head import HeadOutput, objective_head
 from dpace_cli.modeling.capture import States
-from dpace_cli.modeling.checkpoint import Saved, checkpoint_name, newest_whole, prune, save_checkpoint
+from dpace_cli.modeling.checkpoint import Saved, checkpoint_name, load_drafter, newest_whole, prune, save_checkpoint
 from dpace_cli.modeling.drafter import build_drafter, drafter_config
 from dpace_cli.modeling.drafter_forward import drafter_hidden
 from dpace_cli.modeling.simulate import simulate
 from dpace_cli.modeling.target import Target
-from dpace_cli.records import write_json, writing
+from dpace_cli.objectives import FROM_TARGET, make_objective
+from dpace_cli.records import read_json, write_json, writing
 from dpace_cli.trainers.base import Job, Outcome, Ranks
 from dpace_cli.trainers.trackers import Trackers
 
@@ -402,9 +403,6 @@ def replay(folder: Path, target: Target, config: TrainConfig) -> list[dict[str, 
     Returns:
         For each row its id, loss, and whether states, drafter output and gradient are finite.
     """
-    from dpace_cli.modeling.checkpoint import load_drafter
-    from dpace_cli.records import read_json
-
     saved = read_json(folder / "batch.json")
     drafter = load_drafter(folder, target.device).requires_grad_(True)
     loss = DrafterLoss(drafter, target, config)
@@ -419,13 +417,18 @@ def replay(folder: Path, target: Target, config: TrainConfig) -> list[dict[str, 
         output.loss_sum.backward()
         gradients = [p.grad for p in drafter.parameters() if p.grad is not None]
         found.append({
-            "id": row.id, "loss": float(output.loss_sum), "anchors": len(entry["anchors"]),
+            "id": row.id, "loss": float(output.loss_sum.detach()), "anchors": len(entry["anchors"]),
             "states_finite": bool(states.isfinite().all()),
             "weights_finite": all(bool(p.isfinite().all()) for p in drafter.parameters()),
             "gradient_finite": all(bool(g.isfinite().all()) for g in gradients),
         })  # fmt: skip
         drafter.zero_grad(set_to_none=True)
     return found
+
+
+def needs_target(objective: Objective) -> bool:
+    """True where the objective reads the target's whole distribution, which its last state gives."""
+    return bool(make_objective(objective).needs & set(FROM_TARGET))
 
 
 def learning_rate(train: TrainConfig, step: int, total: int) -> float:

@@ -1,0 +1,299 @@
+"""The native trainer: exact after any interruption, the same however its rows are spread."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_tiny_target
+from dflash.model import DFlashDraftModel
+from safetensors.torch import load_file, save_file
+from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
+
+from dpace_cli import train
+from dpace_cli.config import Config, TrainConfig
+from dpace_cli.errors import RunError, UsageError
+from dpace_cli.records import RunFolder
+from dpace_cli.settings import load_config
+from dpace_cli.trainers.native import learning_rate
+
+SMALL = [
+    "train.num_draft_layers=1", "train.block_size=4", "train.num_anchors=6", "train.batch_size=4",
+    "train.max_length=128", "train.max_steps=6", "train.save_steps=2", "train.logging_steps=3",
+    "train.learning_rate=3e-3", "train.val_rows=4",
+]  # fmt: skip
+
+
+def configured(target: Path, data: Path, *overrides: str) -> Config:
+    flags = {"target.path": str(target), "train.data": str(data)}
+    return load_config(flags=flags, overrides=[*SMALL, *overrides], environ={})[0]
+
+
+def command(target: Path, data: Path, run: Path, *overrides: str) -> list[str]:
+    return [sys.executable, "-m", "dpace_cli", "train", "--json", "--run", str(run), "--target", str(target), "--data", str(data),
+            *SMALL, *overrides]  # fmt: skip
+
+
+def arm(run: Path) -> Path:
+    return run / "train" / "dpace-seed0"
+
+
+def final_weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(sorted(arm(run).glob("step-*"))[-1] / "model.safetensors")
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (arm(run) / "metrics.jsonl").read_text().splitlines()]
+
+
+def same_files(one: Path, two: Path) -> None:
+    assert (arm(one) / "metrics.jsonl").read_bytes() == (arm(two) / "metrics.jsonl").read_bytes()
+    assert sorted(p.name for p in arm(one).glob("step-*")) == sorted(p.name for p in arm(two).glob("step-*"))
+    ours, theirs = final_weights(one), final_weights(two)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_target, answered_rows, tmp_path_factory) -> Path:
+    """A training that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    train.run(configured(tiny_target, answered_rows), RunFolder(folder))
+    return folder
+
+
+def test_training_lowers_the_loss_and_leaves_a_dflash_checkpoint(tiny_target, answered_rows, tmp_path):
+    overrides = ["train.max_steps=60", "train.logging_steps=20", "train.learning_rate=1e-2", "train.num_anchors=24"]
+    config = configured(tiny_target, answered_rows, *overrides, "train.objective=dflash")
+    result = train.run(config, RunFolder(tmp_path))
+    metrics = tmp_path / "train" / "dflash-seed0" / "metrics.jsonl"
+    first, _, last = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert last["loss"] < 0.92 * first["loss"]
+    assert last["accuracy"] > 1.2 * first["accuracy"]
+    assert result.steps == 60 and math.isfinite(result.loss) and result.tokens_per_s > 0
+    drafter = DFlashDraftModel.from_pretrained(result.checkpoint)
+    assert drafter.block_size == 4
+    assert result.rows == 36 and result.simulated_tau >= 1.0
+
+
+def test_a_finished_training_is_not_run_again(undisturbed, tiny_target, answered_rows):
+    made_at = (arm(undisturbed) / "step-000006" / "model.safetensors").stat().st_mtime_ns
+    result = train.run(configured(tiny_target, answered_rows), RunFolder(undisturbed))
+    assert result.steps == 6
+    assert (arm(undisturbed) / "step-000006" / "model.safetensors").stat().st_mtime_ns == made_at
+
+
+@pytest.mark.parametrize("cache", ["memory", "disk", "none"])
+def test_a_resumed_training_equals_an_undisturbed_one(tiny_target, answered_rows, tmp_path, cache):
+    """The first part ends as a kill leaves it: after a checkpoint, with lines of metrics beyond it."""
+    config = configured(tiny_target, answered_rows, f"train.cache={cache}", "train.accumulation_steps=2")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train.run(config, RunFolder(whole))
+    shutil.copytree(whole, cut)
+    (arm(cut) / "manifest.json").unlink()
+    shutil.rmtree(arm(cut) / "step-000006")
+    assert [p.name for p in sorted(arm(cut).glob("step-*"))][-1] == "step-000004"
+    with open(arm(cut) / "metrics.jsonl", "a") as file:
+        file.write('{"step": 9, "lo')
+    train.run(config, RunFolder(cut))
+    same_files(cut, whole)
+
+
+def test_kill_9_at_a_random_moment_changes_nothing(tiny_target, answered_rows, tmp_path, undisturbed):
+    killed_and_resumed(command(tiny_target, answered_rows, tmp_path), tmp_path, kills=1, seed=time.time_ns())
+    same_files(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [[], ["train.cache=disk"], ["train.cache=none", "train.accumulation_steps=2"]])
+def test_twenty_kills_change_nothing(tiny_target, answered_rows, tmp_path, overrides):
+    config = configured(tiny_target, answered_rows, *overrides, "train.max_steps=40")
+    train.run(config, RunFolder(tmp_path / "whole"))
+    arguments = command(tiny_target, answered_rows, tmp_path / "killed", *overrides, "train.max_steps=40")
+    killed_and_resumed(arguments, tmp_path / "killed", kills=20, seed=1)
+    same_files(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_kills_of_two_processes_change_nothing(tiny_target, answered_rows, tmp_path):
+    for name, kills in (("whole", 0), ("killed", 5)):
+        arguments = command(tiny_target, answered_rows, tmp_path / name, "train.nproc=2", "train.max_steps=40")
+        killed_and_resumed(arguments, tmp_path / name, kills, seed=2)
+    same_files(tmp_path / "killed", tmp_path / "whole")
+
+
+def killed_and_resumed(arguments: list[str], run: Path, kills: int, seed: int) -> None:
+    """Kill the command and all its processes at random moments after its start, then let it end."""
+    draw = random.Random(seed)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for _ in range(kills):
+        process = subprocess.Popen(arguments, start_new_session=True, env=environment, stderr=subprocess.DEVNULL)
+        wait_for_training(process, run)
+        time.sleep(draw.uniform(0, 0.4))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    subprocess.run(arguments, check=True, env=environment, stdout=subprocess.DEVNULL)
+
+
+def wait_for_training(process: subprocess.Popen, run: Path) -> None:
+    """Until the process has begun to train (its config is written after the imports), or is through."""
+    before = time.time()
+    while process.poll() is None and time.time() - before < 60:
+        config = arm(run) / "config.yaml"
+        if config.exists() and config.stat().st_mtime >= before - 1:
+            return
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_first(tiny_target, answered_rows, tmp_path, number):
+    arguments = command(tiny_target, answered_rows, tmp_path, "train.max_steps=100000", "train.save_steps=100000")
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    metrics = arm(tmp_path) / "metrics.jsonl"
+    limit = time.time() + 60
+    while not metrics.exists() and time.time() < limit:
+        time.sleep(0.05)
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + number, said
+    assert "run the same command again" in said and "Traceback" not in said
+    (saved,) = arm(tmp_path).glob("step-*")
+    assert json.loads((saved / "trainer_state.json").read_text())["step"] >= 3
+
+
+# --- processes -------------------------------------------------------------------------------------------
+
+
+def on_two_processes(target: Path, data: Path, run: Path, *overrides: str) -> None:
+    arguments = command(target, data, run, "train.nproc=2", "train.cache=none", *overrides)
+    subprocess.run(arguments, check=True, timeout=200, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_two_processes_and_two_micro_batches_equal_one(tiny_target, answered_rows, tmp_path):
+    steps = ["train.max_steps=10", "train.logging_steps=1", "train.save_steps=10"]
+    for name, spread in (("one", ["train.batch_size=8"]), ("micro", ["train.accumulation_steps=2"])):
+        config = configured(tiny_target, answered_rows, *steps, *spread, "train.cache=none")
+        train.run(config, RunFolder(tmp_path / name))
+    on_two_processes(tiny_target, answered_rows, tmp_path / "two", *steps)
+    expected = losses(tmp_path / "one")
+    assert len(expected) == 10
+    for name in ("micro", "two"):
+        assert losses(tmp_path / name) == pytest.approx(expected, rel=1e-5)
+        for key, value in final_weights(tmp_path / "one").items():
+            assert torch.allclose(final_weights(tmp_path / name)[key], value, atol=2e-4)
+
+
+def test_a_process_without_rows_does_not_hang(tiny_target, tmp_path):
+    data = tmp_path / "train.jsonl"
+    row = {"id": "only", "conversations": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bcdef"}]}
+    data.write_text(json.dumps(row) + "\n")
+    train.run(configured(tiny_target, data, "train.max_steps=2", "train.cache=none"), RunFolder(tmp_path / "one"))
+    on_two_processes(tiny_target, data, tmp_path / "two", "train.max_steps=2")
+    for key, value in final_weights(tmp_path / "one").items():
+        assert torch.allclose(final_weights(tmp_path / "two")[key], value, atol=1e-5)
+
+
+def test_a_failed_process_ends_all_with_its_own_error(tiny_target, answered_rows, tmp_path):
+    arguments = command(tiny_target, answered_rows, tmp_path, "train.nproc=2", "train.target_layer_ids=[9]")
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "ids must ascend from 0 to 2" in done.stderr and "a training process failed" in done.stderr
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------
+
+
+def test_harmless_changes_go_on_and_others_are_refused_by_name(undisturbed, tiny_target, answered_rows, tmp_path):
+    shutil.copytree(undisturbed, tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    refused = configured(tiny_target, answered_rows, "train.learning_rate=1e-3", "train.objective.alpha=0.7")
+    with pytest.raises(UsageError) as error:
+        train.run(refused, folder)
+    assert "learning_rate: 0.003 -> 0.001" in error.value.message and "alpha" in error.value.message
+    assert "block_size" not in error.value.message
+    result = train.run(configured(tiny_target, answered_rows, "train.logging_steps=5"), folder)
+    assert result.steps == 6
+    assert train.run(refused, folder, restart=True).steps == 6
+
+
+def test_other_data_is_refused(undisturbed, tiny_target, answered_rows, tmp_path):
+    shutil.copytree(undisturbed, tmp_path / "run")
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(answered_rows.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(UsageError, match="training data"):
+        train.run(configured(tiny_target, data), RunFolder(tmp_path / "run"))
+
+
+def test_a_loss_that_is_not_finite_can_be_replayed(tmp_path, answered_rows):
+    target = make_tiny_target(tmp_path / "broken")
+    weights = load_file(target / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"][:] = float("inf")
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RunError, match="the loss of step 0 is nan") as error:
+        train.run(configured(target, answered_rows), RunFolder(tmp_path / "run"))
+    (failed,) = arm(tmp_path / "run").glob("failed-*")
+    assert str(failed) in error.value.hint
+    rows = train.replay(failed).rows
+    assert len(rows) == 4 and not any(row["states_finite"] for row in rows)
+    assert all(row["weights_finite"] for row in rows)
+
+
+def test_short_answers_train_on_what_they_have(tiny_target, tmp_path):
+    data = tmp_path / "train.jsonl"
+    answers = ["", "b", "a long enough answer for several blocks"]
+    rows = [{"id": str(i), "conversations": [{"role": "user", "content": "x"}, {"role": "assistant", "content": a}]}
+            for i, a in enumerate(answers)]  # fmt: skip
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = train.run(configured(tiny_target, data, "train.max_steps=2"), RunFolder(tmp_path / "run"))
+    assert result.rows == 2 and sum(result.skipped.values()) == 1
+
+
+@pytest.mark.parametrize(("text", "message"), [("", "no row to train on"), ('{"id": "x"}\n', "train.jsonl")])
+def test_data_without_rows_ends_before_a_model_is_loaded(tiny_target, tmp_path, text, message, monkeypatch):
+    monkeypatch.setattr(train, "load_target", None)
+    (tmp_path / "train.jsonl").write_text(text)
+    with pytest.raises((UsageError, RunError), match=message):
+        train.run(configured(tiny_target, tmp_path / "train.jsonl"), RunFolder(tmp_path / "run"))
+
+
+def test_missing_data_says_which_stage_makes_it(tiny_target, tmp_path):
+    with pytest.raises(UsageError) as error:
+        train.run(configured(tiny_target, tmp_path / "none.jsonl"), RunFolder(tmp_path))
+    assert "dpace regen" in error.value.hint
+
+
+def test_states_beyond_the_limit_are_an_error_with_their_size(tiny_target, answered_rows, tmp_path):
+    with pytest.raises(UsageError, match="cache_limit_gb"):
+        train.run(configured(tiny_target, answered_rows, "train.cache_limit_gb=1e-9"), RunFolder(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs"), [("cosine", get_cosine_schedule_with_warmup), ("linear", get_linear_schedule_with_warmup)]
+)
+def test_the_schedule_is_that_of_transformers(kind, theirs):
+    config = TrainConfig(learning_rate=0.5, warmup_ratio=0.1, lr_scheduler_type=kind)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    schedule = theirs(optimizer, num_warmup_steps=10, num_training_steps=100)
+    for step in range(100):
+        # Transformers starts its warm-up at a rate of 0, which makes the first step do nothing.
+        ours = learning_rate(config, step - 1 if step <= 10 else step, 100) if step else 0.0
+        assert ours == pytest.approx(schedule.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        schedule.step()
+
+
+def test_arms_of_one_seed_share_weights_order_and_anchors(undisturbed, tiny_target, answered_rows, tmp_path):
+    first = train.run(configured(tiny_target, answered_rows), RunFolder(undisturbed))
+    other = train.run(configured(tiny_target, answered_rows, "train.objective=dflash"), RunFolder(tmp_path))
+    assert first.hashes == other.hashes
+    seeded = train.run(configured(tiny_target, answered_rows, "train.seed=1"), RunFolder(tmp_path))
+    assert all(first.hashes[name] != seeded.hashes[name] for name in first.hashes)
