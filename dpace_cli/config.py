@@ -252,7 +252,8 @@ class SpecForgeConfig(Section):
     server_urls: list[str] = Field([], description="SGLang capture servers (online)")
     mooncake_metadata_server: str | None = Field(None, description="Mooncake's metadata server (online)")
     mooncake_master_server_addr: str | None = Field(None, description="Mooncake's master (online)")
-    extra: dict[str, Any] = Field({}, description="dotted SpecForge keys that win over the generated ones")
+    keep_files: bool = Field(False, description="keep SpecForge's features and checkpoints after success")
+    extra: dict[str, Any] = Field({}, description="SpecForge keys that dpace has no field for, or not this value")
 
 
 class TrainConfig(Section):
