@@ -253,7 +253,9 @@ class SpecForgeConfig(Section):
     mooncake_metadata_server: str | None = Field(None, description="Mooncake's metadata server (online)")
     mooncake_master_server_addr: str | None = Field(None, description="Mooncake's master (online)")
     keep_files: bool = Field(False, description="keep SpecForge's features and checkpoints after success")
-    extra: dict[str, Any] = Field({}, description="SpecForge keys that dpace has no field for, or not this value")
+    extra: dict[str, Any] = Field(
+        {}, description="SpecForge keys that dpace has no field for, such as data.dataloader_num_workers"
+    )
 
 
 class TrainConfig(Section):

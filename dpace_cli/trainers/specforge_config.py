@@ -85,17 +85,17 @@ def schedule(config: Config, rows: int) -> Schedule:
     processes = train.nproc * nodes(config)
     sequences = processes * train.batch_size * train.accumulation_steps
     if train.specforge.mode == "online":  # prompts are dealt out to whole steps, over all epochs
-        steps_per_epoch = rows / sequences
-    else:  # each process has its share, padded to an even split, and drops the last partial batch of an epoch
-        steps_per_epoch = math.ceil(rows / processes) // train.batch_size / train.accumulation_steps
-    steps = train.max_steps or int(steps_per_epoch * train.num_epochs)
-    if steps_per_epoch == 0 or steps == 0:
+        units, step_units = rows, sequences
+    else:  # each process has its share in whole batches, padded to an even split; steps may cross epochs
+        units, step_units = math.ceil(rows / processes) // train.batch_size, train.accumulation_steps
+    steps = train.max_steps or units * train.num_epochs // step_units
+    if units == 0 or steps == 0:
         raise UsageError(
             f"{rows} rows make no optimizer step of {sequences} "
             f"({processes} processes x batch {train.batch_size} x accumulation {train.accumulation_steps})",
             "SpecForge drops partial batches; lower train.batch_size or train.accumulation_steps, or add rows",
         )
-    epochs = math.ceil(steps / steps_per_epoch) if train.max_steps else train.num_epochs
+    epochs = math.ceil(steps * step_units / units) if train.max_steps else train.num_epochs
     return Schedule(steps, epochs, sequences)
 
 
