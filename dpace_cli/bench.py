@@ -7,6 +7,8 @@ resumed prompt by prompt. How an engine measures is said in `dpace_cli/engines/m
 from __future__ import annotations
 
 import itertools
+import json
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from dpace_cli import console
-from dpace_cli.config import Config
+from dpace_cli.config import DEMO_TARGET, Config
 from dpace_cli.data.benchmarks import dataset_name, load_prompts
-from dpace_cli.engines.measure_base import Done
+from dpace_cli.demo import target_path
+from dpace_cli.engines.measure_base import Done, block_size_of
 from dpace_cli.errors import UsageError
-from dpace_cli.records import CheckpointRef, RunFolder
+from dpace_cli.records import CheckpointRef, RunFolder, read_json
 from dpace_cli.results import BenchRecord
 
 
@@ -92,6 +95,47 @@ def run(config: Config, checkpoints: Sequence[CheckpointRef], folder: RunFolder 
     return _result(done)
 
 
+@dataclass(frozen=True)
+class LaunchCommands:
+    """How to start the servers that `--engine sglang` and `--engine vllm` measure, with and without speculation."""
+
+    checkpoint: str
+    sglang: str
+    sglang_baseline: str
+    vllm: str
+    vllm_baseline: str
+
+
+def launch_commands(config: Config, checkpoints: Sequence[CheckpointRef]) -> list[LaunchCommands]:
+    """The exact commands for each checkpoint; nothing is started.
+
+    SGLang's `--speculative-num-draft-tokens` counts the anchor of a block, vLLM's `num_speculative_tokens`
+    does not.
+
+    Raises:
+        UsageError: a checkpoint's config cannot be read.
+    """
+    location = str(target_path()) if config.target.path == DEMO_TARGET else config.target.path
+    options = ["--revision", config.target.revision] if config.target.revision else []
+    options += ["--dtype", config.target.dtype] if config.target.dtype != "auto" else []
+    options += ["--trust-remote-code"] if config.target.trust_remote_code else []
+    sglang = ["python", "-m", "sglang.launch_server", "--model-path", location, *options]
+    vllm = ["vllm", "serve", location, *options]
+    found = []
+    for ref in checkpoints:
+        block = block_size_of(read_json(ref.path / "config.json"), config.bench.block_size)
+        speculation = {"method": "dflash", "model": str(ref.path), "num_speculative_tokens": block - 1}
+        found.append(LaunchCommands(
+            checkpoint=str(ref.path),
+            sglang=shlex.join([*sglang, "--speculative-algorithm", "DFLASH", "--speculative-draft-model-path",
+                               str(ref.path), "--speculative-num-draft-tokens", str(block), "--port", "30000"]),
+            sglang_baseline=shlex.join([*sglang, "--port", "30001"]),
+            vllm=shlex.join([*vllm, "--speculative-config", json.dumps(speculation), "--port", "8000"]),
+            vllm_baseline=shlex.join([*vllm, "--port", "8001"]),
+        ))  # fmt: skip
+    return found
+
+
 def _engine(config: Config, checkpoints: Sequence[CheckpointRef], root: Path) -> Any:
     """The engine that measures; its module is loaded when it is used, for servers need no torch."""
     match config.bench.engine:
@@ -99,6 +143,8 @@ def _engine(config: Config, checkpoints: Sequence[CheckpointRef], root: Path) ->
             from dpace_cli.engines.measure_local import LocalBench as Engine
         case "simulate":
             from dpace_cli.engines.measure_simulate import SimulateBench as Engine
+        case "sglang" | "vllm":
+            from dpace_cli.engines.measure_servers import ServerBench as Engine
     return Engine(config, checkpoints, root)
 
 

@@ -84,7 +84,8 @@ class PromptResult:
         lossless: is the output the target's own greedy output? None above temperature 0 or unchecked.
         first_difference: first output position that differs.
         logit_gap: there, the target's best logit minus its second best.
-        near_tie: is that gap small enough for rounding to have decided? None where nothing differs.
+        near_tie: is that gap small enough for rounding to have decided? None where nothing differs, and where
+            a server gave text alone.
         error: why an arm has no answer.
     """
 
@@ -103,7 +104,7 @@ class PromptResult:
     @property
     def finished(self) -> bool:
         """Did every arm that was asked answer?"""
-        return self.error is None and self.draft is not None
+        return self.error is None and (self.draft is not None or self.baseline is not None)
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class BenchRecord:
     @property
     def sr(self) -> float | None:
         """Speed-up as DFlash has it: mean baseline seconds a token over mean seconds a token with the drafter."""
-        pairs = [(p.baseline, p.draft) for p in self.finished if p.baseline is not None]
+        pairs = [(p.baseline, p.draft) for p in self.finished if p.baseline is not None and p.draft is not None]
         if not pairs or self.engine == "simulate":
             return None
         baseline = statistics.fmean(b.time_per_output_token for b, _ in pairs)
@@ -184,7 +185,7 @@ class BenchRecord:
     @property
     def tau(self) -> float | None:
         """Mean over requests of each request's mean acceptance length (the published benchmark's rule)."""
-        means = [p.draft.acceptance for p in self.finished if p.draft.acceptance is not None]
+        means = [draft.acceptance for draft in self._drafts() if draft.acceptance is not None]
         return statistics.fmean(means) if means else None
 
     @property
@@ -192,7 +193,7 @@ class BenchRecord:
         """Mean acceptance length over all steps of all requests (the rule of vLLM and SGLang)."""
         if self.counters is not None:
             return 1 + self.counters["accepted"] / self.counters["drafts"] if self.counters["drafts"] else None
-        known = [p.draft for p in self.finished if p.draft.acceptance is not None and p.draft.rounds]
+        known = [draft for draft in self._drafts() if draft.acceptance is not None and draft.rounds]
         rounds = sum(d.rounds for d in known)
         return sum(d.acceptance * d.rounds for d in known) / rounds if rounds else None
 
@@ -210,12 +211,12 @@ class BenchRecord:
     @property
     def broken(self) -> int:
         """Requests whose output differs although the target was sure: the decoder or the drafter is wrong."""
-        return sum(p.lossless is False and p.near_tie is not True for p in self.finished)
+        return sum(p.near_tie is False for p in self.finished)
 
     @property
     def rounds(self) -> int | None:
         """Verify steps of all requests; with equal prompts a measure that no machine changes."""
-        known = [p.draft.rounds for p in self.finished if p.draft.rounds is not None]
+        known = [draft.rounds for draft in self._drafts() if draft.rounds is not None]
         return sum(known) if known else None
 
     @property
@@ -223,13 +224,16 @@ class BenchRecord:
         """Output tokens a second by arm, prefill and waiting included, where whole arms were timed (servers)."""
         tokens = {
             "baseline": sum(p.baseline.tokens for p in self.finished if p.baseline is not None),
-            "draft": sum(p.draft.tokens for p in self.finished),
+            "draft": sum(draft.tokens for draft in self._drafts()),
         }
         return {arm: tokens[arm] / seconds for arm, seconds in self.wall_s.items() if seconds > 0}
 
     def steps(self) -> Iterator[int]:
         """Acceptance lengths of all steps of all requests."""
-        return chain.from_iterable(p.draft.acceptance_lengths for p in self.finished)
+        return chain.from_iterable(draft.acceptance_lengths for draft in self._drafts())
+
+    def _drafts(self) -> list[Decoded]:
+        return [p.draft for p in self.finished if p.draft is not None]
 
     def histogram(self) -> list[float]:
         """Share of steps with acceptance length 0, 1, ... block size; empty where steps are not known."""
@@ -245,8 +249,7 @@ class BenchRecord:
         None where no draft came that far.
         """
         tried, accepted = [0] * self.block_size, [0] * self.block_size
-        for prompt in self.finished:
-            lengths = prompt.draft.acceptance_lengths
+        for lengths in (draft.acceptance_lengths for draft in self._drafts()):
             for index, length in enumerate(lengths):
                 for position in range(1, length):
                     tried[position] += 1

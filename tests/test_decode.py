@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from dpace_cli.config import TargetConfig
-from dpace_cli.modeling.decode import Sampling, compare_greedy, decode, device_clock, request_seed
+from dpace_cli.engines.measure_base import request_seed
+from dpace_cli.modeling.decode import Sampling, compare_greedy, decode, device_clock
 from dpace_cli.modeling.target import Target, load_target
 
 PROMPT = [11, 57, 93, 140, 7]

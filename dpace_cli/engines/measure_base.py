@@ -116,6 +116,20 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def request_seed(bench_seed: int, prompt_id: str, turn: int) -> int:
+    """Seed of one request: any order, selection or resumption of the prompts leaves it the same."""
+    digest = hashlib.sha256(f"{bench_seed}\0{prompt_id}\0{turn}".encode()).digest()
+    return int.from_bytes(digest[:7], "big")
+
+
+def conversation(prompt: BenchPrompt, answers: Sequence[str]) -> list[dict[str, str]]:
+    """Messages up to the turn that follows the given answers."""
+    messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
+    for turn, answer in zip(prompt.turns, answers):
+        messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
+    return [*messages, {"role": "user", "content": prompt.turns[len(answers)]}]
+
+
 def new_record(
     config: Config, ref: CheckpointRef, prompts: PromptSet, temperature: float, target_sha256: str, **more: Any
 ) -> BenchRecord:
@@ -127,19 +141,23 @@ def new_record(
         UsageError: `ref` is no checkpoint.
     """
     drafter = read_json(ref.path / "config.json")
-    own_block = (drafter.get("dflash_config") or {}).get("block_size", drafter.get("block_size", 16))
     bench = config.bench
     fields = {
         "arm": ref.arm, "seed": ref.seed, "objective": training_config(ref).get("train", {}).get("objective", {}),
         "checkpoint": str(ref.path), "checkpoint_sha256": checkpoint_sha256(ref.path), "step": ref.step,
         "target": config.target.path, "target_sha256": target_sha256, "engine": bench.engine,
         "dataset": prompts.name, "data_sha256": prompts.sha256, "temperature": temperature,
-        "top_p": bench.top_p, "top_k": bench.top_k, "block_size": bench.block_size or own_block,
+        "top_p": bench.top_p, "top_k": bench.top_k, "block_size": block_size_of(drafter, bench.block_size),
         "num_draft_layers": drafter.get("num_hidden_layers", 0), "max_new_tokens": bench.max_new_tokens,
         "template_options": config.target.template_options(), "versions": _versions(), "device": "",
         "bench_seed": bench.seed, "started": "", "seconds": 0.0, "prompts": [],
     }  # fmt: skip
     return BenchRecord(**{**fields, **more})
+
+
+def block_size_of(drafter: dict[str, Any], asked: int | None) -> int:
+    """The block size that is asked for, else that of a drafter's config, found where DFlash finds it."""
+    return asked or int((drafter.get("dflash_config") or {}).get("block_size", drafter.get("block_size", 16)))
 
 
 def record_path(root: Path, ref: CheckpointRef, refs: Sequence[CheckpointRef], name: str) -> Path:

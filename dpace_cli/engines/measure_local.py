@@ -21,9 +21,17 @@ from dpace_cli import console
 from dpace_cli.config import Config
 from dpace_cli.data.benchmarks import BenchPrompt, PromptSet
 from dpace_cli.data.tokens import generation_prompt
-from dpace_cli.engines.measure_base import Done, Pending, new_record, record_path, warn_of_other_training
+from dpace_cli.engines.measure_base import (
+    Done,
+    Pending,
+    conversation,
+    new_record,
+    record_path,
+    request_seed,
+    warn_of_other_training,
+)
 from dpace_cli.modeling.checkpoint import load_drafter
-from dpace_cli.modeling.decode import Sampling, compare_greedy, decode, request_seed, tie_tolerance
+from dpace_cli.modeling.decode import Sampling, compare_greedy, decode, tie_tolerance
 from dpace_cli.modeling.identity import check_fits, device_name, target_sha256
 from dpace_cli.modeling.target import Target, load_target, resolve_device, resolve_dtype
 from dpace_cli.records import CheckpointRef
@@ -187,14 +195,6 @@ class _Arm:
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             return f"out of memory with a prompt of {len(ids)} tokens: {str(error).splitlines()[0][:160]}"
-
-
-def conversation(prompt: BenchPrompt, answers: Sequence[str]) -> list[dict[str, str]]:
-    """Messages up to the turn that follows the given answers."""
-    messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
-    for turn, answer in zip(prompt.turns, answers):
-        messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
-    return [*messages, {"role": "user", "content": prompt.turns[len(answers)]}]
 
 
 def _rotated(places: list[int], by: int) -> Iterator[int]:

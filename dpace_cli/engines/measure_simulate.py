@@ -17,8 +17,8 @@ from dpace_cli import console
 from dpace_cli.config import Config
 from dpace_cli.data.benchmarks import BenchPrompt, PromptSet
 from dpace_cli.data.jsonl import RowLog, read_rows
-from dpace_cli.engines.measure_base import Done, Pending, utc_now
-from dpace_cli.engines.measure_local import LocalBench, conversation
+from dpace_cli.engines.measure_base import Done, Pending, conversation, utc_now
+from dpace_cli.engines.measure_local import LocalBench
 from dpace_cli.errors import UsageError
 from dpace_cli.modeling.decode import greedy_batch
 from dpace_cli.modeling.simulate import simulate

@@ -16,7 +16,6 @@ maximum length it drafts a shorter block.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -62,12 +61,6 @@ def device_clock(device: torch.device) -> Iterator[None]:
         yield
     finally:
         dflash.model._cuda_time = original
-
-
-def request_seed(bench_seed: int, prompt_id: str, turn: int) -> int:
-    """Seed of one request: any order, selection or resumption of the prompts leaves it the same."""
-    digest = hashlib.sha256(f"{bench_seed}\0{prompt_id}\0{turn}".encode()).digest()
-    return int.from_bytes(digest[:7], "big")
 
 
 def decode(
