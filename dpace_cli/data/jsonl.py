@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from dpace_cli.errors import RunError, UsageError
 from dpace_cli.records import write_error
-
-_encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -34,15 +34,21 @@ def encode_line(row: dict[str, Any]) -> bytes:
 
     Raises:
         UnicodeEncodeError: a string holds a lone surrogate, which UTF-8 cannot express.
+        RecursionError: the row is nested too deeply.
     """
-    return (_encode(row) + "\n").encode()
+    try:
+        return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:  # surrogates, integers beyond 64 bits, more than 254 levels
+        return (json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
 
 
 def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise UsageError(f"{path}, line {number}: not JSON ({error})", "`dpace prep jsonl` reads damaged files") from None
+        raise UsageError(
+            f"{path}, line {number}: not JSON ({error})", "`dpace prep jsonl` reads damaged files"
+        ) from None
     if not isinstance(row, dict):
         raise UsageError(f"{path}, line {number}: holds a {type(row).__name__}, not an object")
     return row

@@ -1,55 +1,77 @@
 """Rows out of files as the world has them: read by content, never by name, and every row accounted for.
 
-A file may be a JSON array, JSONL, or objects one after the other; gzip or zstd; with a byte-order mark, blank
-lines, bad UTF-8, rows that are not JSON, or an end in the middle of a row. Memory is bounded by the largest row.
+A file may be a JSON array, JSONL, or objects one after the other; plain, gzip or zstd; with a byte-order mark,
+blank lines, bad UTF-8, rows that are not JSON, or an end in the middle of a row. Memory is bounded by the
+largest row.
 """
 
 from __future__ import annotations
 
 import codecs
 import gzip
-import io
+import hashlib
 import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
+import orjson
 import zstandard
 
 from dpace_cli.errors import UsageError
 
 CHUNK_BYTES = 1 << 20
-MAX_ROW_CHARS = 32 << 20
+MAX_ROW_BYTES = 32 << 20
 """A longer row is refused: holding it would break the memory bound."""
+_SHOWN_BYTES = 1000
+"""What is shown of a row that is too large."""
 
-_SKIP = re.compile(r"[\s,]*")
-_GARBAGE = re.compile(r"[^,\[\]{]*.[^,\[\]{]*", re.DOTALL)
-_BALANCE = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]|"', re.DOTALL)
-# NaN and Infinity are no JSON, but pandas writes them into columns that nobody here reads.
-_scan = json.JSONDecoder(strict=False, parse_constant=lambda _name: None).scan_once
+_SKIP = re.compile(rb"[\s,]*")
+_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["\[\]{}]', re.DOTALL)
+_GARBAGE = re.compile(rb'[^,\[\]{}"\n]*')
+# orjson is several times as fast as json but stricter, so what it refuses gets a second hearing: NaN, control
+# characters, halves of characters. (NaN is no JSON, but pandas writes it into columns that nobody here reads.)
+_lenient = json.JSONDecoder(strict=False, parse_constant=lambda _name: None)
 
 
-@dataclass(slots=True)
-class RawRow:
-    """One row of a source file.
+class RawRow(NamedTuple):
+    """One row of a source.
 
     Attributes:
         value: what was parsed; None where `reason` is set.
         reason: why it could not be parsed ("invalid_json", "too_deep", "row_too_large"), or None.
-        text: the row as it stood in the file (bytes that are not UTF-8 as surrogates).
-        place: "line" or "byte".
-        number: line number from 1, or byte offset from 0.
+        data: the row's bytes as they stood in the file, decompressed.
+        place: "line", "byte" or "row".
+        number: line number from 1, byte offset from 0 (decompressed), or row number from 1.
+        source: the file or data set.
+        lenient: the strict parser refused it, the lenient one did not.
     """
 
     value: Any
     reason: str | None
-    text: str
+    data: bytes
     place: str
     number: int
+    source: str
+    lenient: bool = False
+
+    def exact(self) -> Any:
+        """The value with integers of any size; orjson makes those beyond 64 bits floats."""
+        return _parse_leniently(self.data) if self.data else self.value
+
+    def bad_utf8(self) -> bool:
+        """True where the row's bytes are no UTF-8."""
+        if not self.lenient and self.reason is None:
+            return False
+        try:
+            self.data.decode()
+        except UnicodeDecodeError:
+            return True
+        return False
 
 
 class SourceFile:
@@ -57,8 +79,9 @@ class SourceFile:
 
     Attributes (complete once `rows` is exhausted):
         oddities: name to count of what was unusual about the file.
-        cut_at: byte offset at which the file breaks off in the middle of a row or array, or None.
+        cut_at: byte offset (decompressed) where the file breaks off inside a row or array, or None.
         layout: "array", "lines" or "values".
+        sha256: of the file's bytes, made while they are read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,13 +89,9 @@ class SourceFile:
         self.oddities: Counter[str] = Counter()
         self.cut_at: int | None = None
         self.layout = ""
-        self._raw: IO[bytes] | None = None
+        self.sha256 = ""
+        self.position = 0
         self._broken = False
-
-    @property
-    def position(self) -> int:
-        """Bytes of the file (compressed, where it is) that have been read."""
-        return self._raw.tell() if self._raw is not None and not self._raw.closed else 0
 
     def rows(self) -> Iterator[RawRow]:
         """Yield every row, parsed or with the reason why not.
@@ -81,38 +100,29 @@ class SourceFile:
             UsageError: the file cannot be opened, or is text of another encoding.
         """
         try:
-            with open(self.path, "rb") as raw:
-                self._raw = raw
-                stream = self._decompressed(raw)
-                head = self._read(stream)
+            with open(self.path, "rb") as raw, _Hashed(raw, self) as hashed:
+                stream = _decompressed(hashed)
+                head = self._read(stream, CHUNK_BYTES)
                 if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                     raise UsageError(f"{self.path} is UTF-16 text", f"convert it: iconv -f UTF-16 -t UTF-8 {self.path}")
                 start = 0
                 if head.startswith(codecs.BOM_UTF8):
                     self.oddities["byte_order_mark"] += 1
                     head, start = head[3:], 3
-                if not head.strip():
-                    while (more := self._read(stream)) and not head.strip():
-                        head += more
-                if not head.strip():
+                while not head.strip() and (more := self._read(stream, CHUNK_BYTES)):
+                    head, start = more, start + len(head)
+                if head.strip():
+                    self.layout = _layout(head)
+                    read = self._lines if self.layout == "lines" else self._values
+                    yield from read(stream, head, start)
+                else:
                     self.oddities["empty_file"] += 1
-                    return
-                self.layout = _layout(head)
-                read = self._lines if self.layout == "lines" else self._values
-                yield from read(stream, head, start)
+                    self.cut_at = start if self._broken else None
+                self.sha256 = hashed.hexdigest()
         except OSError as error:
             raise UsageError(f"cannot read {self.path}: {error.strerror or error}") from None
 
-    def _decompressed(self, raw: IO[bytes]) -> IO[bytes]:
-        magic = raw.read(4)
-        raw.seek(0)
-        if magic.startswith(b"\x1f\x8b"):
-            return gzip.GzipFile(fileobj=raw)
-        if magic == zstandard.FRAME_HEADER:
-            return zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-        return raw
-
-    def _read(self, stream: IO[bytes], size: int = CHUNK_BYTES) -> bytes:
+    def _read(self, stream: IO[bytes], size: int) -> bytes:
         """Up to `size` bytes; a compressed file that is damaged ends where the damage is."""
         if self._broken:
             return b""
@@ -126,20 +136,20 @@ class SourceFile:
     # --- JSONL ---
 
     def _lines(self, stream: IO[bytes], head: bytes, start: int) -> Iterator[RawRow]:
-        number, offset, held, skipping = 1, start, head, False
+        number, offset, held, skipping, name = 1, start, head, False, str(self.path)
         while True:
             *lines, held = held.split(b"\n")
             for line in lines:
                 if skipping:
                     skipping = False
-                elif line.strip():
-                    yield self._line(line, number)
+                elif line and not line.isspace():
+                    yield _row(line, "line", number, name)
                 else:
                     self.oddities["blank_lines"] += 1
                 number += 1
                 offset += len(line) + 1
-            if len(held) > MAX_ROW_CHARS and not skipping:
-                yield RawRow(None, "row_too_large", "", "line", number)
+            if len(held) > MAX_ROW_BYTES and not skipping:
+                yield RawRow(None, "row_too_large", held[:_SHOWN_BYTES], "line", number, name)
                 skipping = True
             if skipping:
                 offset += len(held)
@@ -148,156 +158,217 @@ class SourceFile:
             if not more:
                 break
             held += more
-        if held.strip() and not skipping:
-            row = self._line(held, number)
+        if held and not held.isspace() and not skipping:
+            row = _row(held, "line", number, name)
             if row.reason == "invalid_json":
-                self.cut_at = offset  # a last line without its end: the file was cut
+                self.cut_at = offset  # a last line that is no JSON and has no end: the file was cut
             else:
                 yield row
         if self._broken and self.cut_at is None:
             self.cut_at = offset
 
-    def _line(self, line: bytes, number: int) -> RawRow:
-        try:
-            text = line.decode()
-        except UnicodeDecodeError:
-            self.oddities["bad_utf8_rows"] += 1
-            text = line.decode(errors="surrogateescape")
-        text = text.strip()
-        try:
-            value, end = _scan(text, 0)
-        except RecursionError:
-            return RawRow(None, "too_deep", text, "line", number)
-        except (ValueError, StopIteration):
-            return RawRow(None, "invalid_json", text, "line", number)
-        if end != len(text):
-            return RawRow(None, "invalid_json", text, "line", number)
-        return RawRow(value, None, text, "line", number)
-
     # --- a JSON array, or values one after the other ---
 
     def _values(self, stream: IO[bytes], head: bytes, start: int) -> Iterator[RawRow]:
-        decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-        buffer, position, offset = decoder.decode(head), 0, start
-        inside = at_end = False
-        keys: list[str] | None = None  # of the last good row, to find the next one behind a damaged one
-        size = CHUNK_BYTES
-
-        def grow() -> None:
-            nonlocal buffer, position, at_end, size
-            chunk = self._read(stream, size)
-            at_end = not chunk
-            buffer = buffer[position:] + decoder.decode(chunk, final=at_end)
-            position = 0
-
+        window = _Window(head, start, lambda size: self._read(stream, size))
+        name, inside = str(self.path), False
+        glue: bytes | None = None  # end of one row, what lies between, and start of the next
+        keys: list[str] | None = None
+        last_end = 0
         while True:
-            skipped = _SKIP.match(buffer, position).end()
-            offset += _bytes(buffer[position:skipped])
-            position = skipped
-            if position == len(buffer):
-                if at_end:
-                    break
-                grow()
-                continue
-            if buffer[position] in "[]" and inside == (buffer[position] == "]"):
+            window.skip(_SKIP)
+            if window.exhausted:
+                if window.grow():
+                    last_end = 0
+                    continue
+                break
+            first = window.data[window.position]
+            if (first == 0x5D) if inside else (first == 0x5B):  # ] or [
                 inside = not inside
-                position += 1
-                offset += 1
+                window.position += 1
                 continue
-            value, reason = None, None
-            try:
-                value, end = _scan(buffer, position)
-                if end == len(buffer) and not at_end:
-                    grow()
+            begin = window.position
+            if last_end and glue is None and keys:
+                # Taken from two neighbours, so that most rows can be found without looking into them. A wrong
+                # find is harmless: no proper part of an object is an object.
+                glue = _glue(window.data, last_end, begin, keys)
+            if glue is not None and (found := window.data.find(glue, begin)) >= 0:
+                data = window.data[begin : found + 1]
+                try:
+                    value = orjson.loads(data)
+                except ValueError:
+                    pass
+                else:
+                    yield RawRow(value, None, data, "byte", window.offset(begin), name)
+                    window.position = found + 1
                     continue
-            except (ValueError, StopIteration, RecursionError) as error:
-                reason = "too_deep" if isinstance(error, RecursionError) else "invalid_json"
-                end = _row_end(buffer, position)
-                if end is None and not at_end and len(buffer) - position < MAX_ROW_CHARS:
-                    size = max(CHUNK_BYTES, len(buffer) - position)
-                    grow()
-                    continue
-                if end is None:
-                    end = _next_row(buffer, position, keys)
-                if end is None and at_end:
-                    self.cut_at = offset
+            end = _row_end(window.data, begin)
+            if (end is None or end == len(window.data)) and len(window.data) - begin < MAX_ROW_BYTES and window.grow():
+                last_end = 0
+                continue
+            row = None if end is None else _row(window.data[begin:end], "byte", window.offset(begin), name)
+            if row is None or row.reason == "invalid_json":
+                following = _next_row(window.data, begin, end, keys)
+                if following is not None:
+                    end = following
+                    row = RawRow(None, "invalid_json", window.data[begin:end], "byte", window.offset(begin), name)
+                elif row is None and window.at_end:
+                    self.cut_at = window.offset(begin)
                     return
-                if end is None:
-                    end, reason = len(buffer), "row_too_large"
-            size = CHUNK_BYTES
-            text = buffer[position:end]
-            if not text.isascii() and _has_bad_bytes(text):
-                self.oddities["bad_utf8_rows"] += 1
-            if reason is None and isinstance(value, dict):
-                keys = list(value)
-            yield RawRow(value, reason, text, "byte", offset)
-            offset += _bytes(text)
-            position = end
+                elif row is None:
+                    end, start = len(window.data), window.data[begin : begin + _SHOWN_BYTES]
+                    row = RawRow(None, "row_too_large", start, "byte", window.offset(begin), name)
+            elif isinstance(row.value, dict):
+                keys, last_end = list(row.value), end
+            yield row
+            window.position = end
         if inside or self._broken:
-            self.cut_at = offset
+            self.cut_at = window.offset(window.position)
+
+
+class _Window:
+    """The part of a stream that is held in memory, and where in it we are."""
+
+    def __init__(self, data: bytes, start: int, read: Callable[[int], bytes]) -> None:
+        self.data, self.position, self.at_end = data, 0, False
+        self._start, self._read = start, read
+
+    @property
+    def exhausted(self) -> bool:
+        return self.position == len(self.data)
+
+    def offset(self, position: int) -> int:
+        return self._start + position
+
+    def skip(self, pattern: re.Pattern[bytes]) -> None:
+        self.position = pattern.match(self.data, self.position).end()
+
+    def grow(self) -> bool:
+        """Let go of what lies behind us and read on; False at the end. A long row doubles what is held."""
+        more = b"" if self.at_end else self._read(max(CHUNK_BYTES, len(self.data) - self.position))
+        if not more:
+            self.at_end = True
+            return False
+        self._start += self.position
+        self.data, self.position = self.data[self.position :] + more, 0
+        return True
+
+
+class _Hashed:
+    """A binary file whose bytes are hashed in another thread as they are read (hashlib lets go of the GIL)."""
+
+    def __init__(self, raw: IO[bytes], owner: SourceFile) -> None:
+        self._raw, self._owner = raw, owner
+        self._digest = hashlib.sha256()
+        self._pool = ThreadPoolExecutor(1)
+        self._pending: Future | None = None
+
+    def __enter__(self) -> _Hashed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._raw.read(size)
+        if self._pending is not None:
+            self._pending.result()  # one piece in flight, so that memory stays bounded
+        self._pending = self._pool.submit(self._digest.update, data)
+        self._owner.position += len(data)
+        return data
+
+    def peek(self, size: int) -> bytes:
+        start = self._raw.read(size)
+        self._raw.seek(0)
+        return start
+
+    def hexdigest(self) -> str:
+        while self.read(CHUNK_BYTES):  # what a damaged archive left unread
+            pass
+        self._pending.result()
+        return self._digest.hexdigest()
+
+
+def _decompressed(hashed: _Hashed) -> Any:
+    magic = hashed.peek(4)
+    if magic.startswith(b"\x1f\x8b"):
+        return gzip.GzipFile(fileobj=hashed, mode="rb")
+    if magic == zstandard.FRAME_HEADER:
+        return zstandard.ZstdDecompressor().stream_reader(hashed, read_across_frames=True)
+    return hashed
 
 
 def _layout(head: bytes) -> str:
     """How a file that begins with `head` is laid out."""
-    text = head.decode(errors="surrogateescape").lstrip()
-    if text.startswith("["):
+    text = head.lstrip()
+    if text.startswith(b"["):
         return "array"
-    first, newline, _ = text.partition("\n")
-    try:
-        _, end = _scan(text, 0)
-    except (ValueError, StopIteration, RecursionError):
-        if newline:
-            return "lines"
+    first, newline, _ = text.partition(b"\n")
+    if not newline or _parses(first):
         return "lines"
-    return "values" if newline and end > len(first) else "lines"
+    end = _row_end(text, 0)
+    if end is None:
+        return "values" if first.rstrip().endswith((b"{", b",", b"[")) else "lines"
+    return "values" if end > len(first) and _parses(text[:end]) else "lines"
 
 
-def _row_end(buffer: str, start: int) -> int | None:
-    """End of the bracketed value that starts at `start`, whatever is wrong inside it; None: not in the buffer."""
-    if buffer[start] not in "[{":
-        return _GARBAGE.match(buffer, start).end()
+def _parses(data: bytes) -> bool:
+    return _row(data, "byte", 0, "").reason is None
+
+
+def _row(data: bytes, place: str, number: int, source: str) -> RawRow:
+    """Parse a row, or find out why that cannot be done."""
+    try:
+        return RawRow(orjson.loads(data), None, data, place, number, source)
+    except ValueError:
+        pass
+    try:
+        return RawRow(_parse_leniently(data), None, data, place, number, source, True)
+    except RecursionError:
+        reason = "too_deep"
+    except ValueError:
+        reason = "invalid_json"
+    return RawRow(None, reason, data, place, number, source)
+
+
+def _parse_leniently(data: bytes) -> Any:
+    return _lenient.decode(data.decode(errors="surrogateescape"))
+
+
+def _row_end(data: bytes, start: int) -> int | None:
+    """End of the value that starts at `start`, whatever is wrong inside it; None: it does not end in `data`."""
+    if data[start] not in b'[{"':
+        return max(_GARBAGE.match(data, start).end(), start + 1)
     depth = 0
-    for token in _BALANCE.finditer(buffer, start):
+    for token in _TOKEN.finditer(data, start):
         mark = token.group()
-        if mark in "[{":
+        if mark in (b"[", b"{"):
             depth += 1
-        elif mark in "]}":
+        elif mark in (b"]", b"}"):
             depth -= 1
-            if depth == 0:
-                return token.end()
-        elif mark == '"':
-            return None  # a string that does not end here
+        elif mark == b'"':
+            return None  # a string without an end
+        if depth <= 0:
+            return token.end()
     return None
 
 
-def _next_row(buffer: str, start: int, keys: list[str] | None) -> int | None:
-    """Start of the next row that is built like `keys`, behind one whose brackets do not close."""
+def _glue(data: bytes, end: int, start: int, keys: list[str]) -> bytes | None:
+    """Last byte of a row, what follows, and the next row up to its first key, if that key is the usual one."""
+    opening = re.compile(rb"\{\s*" + re.escape(orjson.dumps(keys[0]))).match(data, start)
+    return data[end - 1 : opening.end()] if opening else None
+
+
+def _next_row(data: bytes, start: int, end: int | None, keys: list[str] | None) -> int | None:
+    """Start of the next row that is built like `keys`, where a damaged one has swallowed it."""
     if not keys:
         return None
-    opening = re.compile(r"\{\s*" + re.escape(json.dumps(keys[0])) + r"\s*:")
-    for found in opening.finditer(buffer, start + 1):
-        try:
-            value, _ = _scan(buffer, found.start())
-        except (ValueError, StopIteration, RecursionError):
+    opening = re.compile(rb"\{\s*" + re.escape(orjson.dumps(keys[0])) + rb"\s*:")
+    for found in opening.finditer(data, start + 1, len(data) if end is None else end):
+        after = _row_end(data, found.start())
+        if after is None:
             continue
-        if list(value) == keys:
+        row = _row(data[found.start() : after], "byte", 0, "")
+        if row.reason is None and list(row.value) == keys:
             return found.start()
     return None
-
-
-def _bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode(errors="surrogateescape"))
-
-
-def _has_bad_bytes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
-
-
-def open_text(path: Path) -> io.TextIOWrapper:
-    """Text of a file that may be compressed; for small files such as benchmark prompts."""
-    raw = open(path, "rb")  # noqa: SIM115 - closed by the caller
-    return io.TextIOWrapper(SourceFile(path)._decompressed(raw), encoding="utf-8")
