@@ -177,7 +177,7 @@ class _Online:
         if saved:
             raise UsageError(
                 f"an online training stopped at step {max(saved)}; SpecForge resumes its trainer alone, by hand",
-                f"docs/scale.md says how; the checkpoint is {saved[max(saved)]}. --restart begins anew",
+                f"specforge train --role consumer, training.resume_from={saved[max(saved)]}; --restart begins anew",
             )
         for url in self._address("server_urls"):
             try:
