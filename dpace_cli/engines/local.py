@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from dpace_cli.config import Config, RegenConfig
 from dpace_cli.data.tokens import generation_prompt
+from dpace_cli.engines import cpu
 from dpace_cli.engines.base import Completion, Request, split_reasoning
 from dpace_cli.errors import DpaceError
 from dpace_cli.modeling.target import Target, load_target, tokenizer_fingerprint
@@ -50,6 +50,8 @@ class LocalEngine:
         self.target = load_target(config.target) if target is None else target
         self.fingerprint: str | None = tokenizer_fingerprint(self.target.tokenizer)
         self.stop = set(self.target.stop_token_ids)
+        if self.target.device.type == "cpu":
+            cpu.speed_up(self.target.model)
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -105,7 +107,7 @@ class LocalEngine:
             mask[i, longest - len(row.prompt_ids) :] = 1
         ids, mask = ids.to(device), mask.to(device)
         positions = (mask.cumsum(-1) - 1).clamp_min(0)
-        cache = DynamicCache(config=self.target.model.config)
+        cache = cpu.make_cache(self.target.model.config)
         done = [False] * len(rows)
         while True:
             output = self.target.model(
