@@ -10,14 +10,14 @@ import platform
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
 import orjson
 
 from dpace_cli import __version__
-from dpace_cli.config import Config, PrepConfig
+from dpace_cli.config import Config, PrepConfig, TargetConfig
 from dpace_cli.console import Meter, meter, note, warn
 from dpace_cli.data.adapters import (
     HUB_IDS,
@@ -34,6 +34,7 @@ from dpace_cli.data.jsonl import encode_line
 from dpace_cli.data.output import RowOutput, Smallest
 from dpace_cli.data.overlap import BenchmarkPrompts, PromptIndex, load_benchmarks
 from dpace_cli.data.reading import RawRow, SourceFile
+from dpace_cli.data.statistics import Preview, StatsResult, plot, summarize, view
 from dpace_cli.errors import DpaceError, UsageError
 from dpace_cli.records import RunFolder, to_json, write_json, writing
 
@@ -136,6 +137,41 @@ def _say(result: PrepResult, work: _Work, sources: list[Any]) -> None:
             f"decontamination: {done}; no prompts of {', '.join(result.unchecked)} here "
             "(bench.data_dir or DPACE_DATA_DIR names a folder with them)"
         )
+
+
+def stats(path: Path, target: TargetConfig | None = None, output: Path | None = None) -> StatsResult:
+    """What is in a file of rows, in tokens as well where the target's tokenizer is there.
+
+    Args:
+        output: file for a plot (PNG, PDF, SVG).
+    Raises:
+        UsageError: the file is missing, or is not one of rows.
+    """
+    tokenizer = None
+    if target is not None:
+        from dpace_cli.modeling.target import load_tokenizer
+
+        try:
+            tokenizer = load_tokenizer(target)
+        except DpaceError as error:
+            warn(f"no lengths in tokens: {error.message}")
+    result = summarize(path, tokenizer, target.template_options() if target else {}, target.path if target else "")
+    if output is None:
+        return result
+    plot(result, output)
+    return replace(result, plot=str(output))
+
+
+def preview(path: Path, target: TargetConfig, row: int = 0) -> Preview:
+    """A row as the target sees it, with what is supervised.
+
+    Raises:
+        UsageError: the file, the row (counted from 0) or the target is not there.
+        TemplateError: the target's chat template refuses the row.
+    """
+    from dpace_cli.modeling.target import load_tokenizer
+
+    return view(path, row, load_tokenizer(target), target.template_options(), target.path)
 
 
 class _Work:
