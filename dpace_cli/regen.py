@@ -186,7 +186,7 @@ class Answers:
         self.tokens = output.with_name(f"{prefix}tokens.jsonl")
         self.errors = output.with_name(f"{prefix}errors.jsonl")
         self.manifest = output.with_name(f"{prefix}manifest.json")
-        self.retry: list[str] = []
+        self.retry: set[str] = set()
         self.base = 0
 
     def prepare(self, config: Config, prompts: Prompts) -> None:
@@ -204,7 +204,7 @@ class Answers:
             _rewrite(self.tokens, (row for row in read_rows(self.tokens) if row["id"] in answered))
         failed = list(read_rows(self.errors))
         settled = [row for row in failed if row.get("dropped") and row["id"] not in answered]
-        self.retry = [row["id"] for row in failed if not row.get("dropped") and row["id"] not in answered]
+        self.retry = {row["id"] for row in failed if not row.get("dropped") and row["id"] not in answered}
         if len(settled) < len(failed):
             _rewrite(self.errors, settled)
         plan = {"limit": prompts.limit, "input_sha256": prompts.sha256, "batch_size": config.regen.batch_size}
@@ -305,13 +305,10 @@ class _Regeneration:
         answered again as a whole, and a run that was killed ends with the same answers as one that was not.
         """
         size = self.engine.group_rows
-        retry = set(self.files.retry)
-        if retry:
-            failed = [row for row in self.prompts.rows() if row["id"] in retry]
-            yield from _batched(failed, size or len(failed))
         if size is None:
             yield (row for row in self.prompts.rows() if not self._settled(row))
             return
+        yield from _batched((row for row in self.prompts.rows() if row["id"] in self.files.retry), size)
         with open(self.files.rows, "rb") as file:
             before = {json.loads(line)["id"] for line in itertools.islice(file, self.files.base)}
         planned = (row for row in self.prompts.rows() if row["id"] not in before)
@@ -331,7 +328,7 @@ class _Regeneration:
                 if ready:
                     yield ready.popleft()
                 elif (row := next(source, None)) is not None:
-                    conversation = Conversation(row, self.config.regen)
+                    conversation = Conversation(row, self.config.regen, row["id"] in self.files.retry)
                     if conversation.over:
                         hopeless.append(conversation)
                         continue
@@ -361,8 +358,9 @@ class _Regeneration:
                  "dropped": conversation.dropped}
             )  # fmt: skip
             return True
+        whole = all(turn["answer_ids"] for turn in conversation.turns)
         self.tokens.append(
-            {"id": conversation.id, "fingerprint": self.engine.fingerprint, "truncated": conversation.truncated,
+            {"id": conversation.id, "fingerprint": self.engine.fingerprint if whole else None, "truncated": conversation.truncated,
              "turns": conversation.turns}
         )  # fmt: skip
         self.answers.append(conversation.result())

@@ -5,6 +5,7 @@ An engine is added by one file here, named in `make_engine`.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -24,12 +25,14 @@ class Request:
         messages: the history, the last message being what the target answers.
         tools: tool definitions for the chat template, or None.
         seed: decides the draws where temperature is above 0.
+        retried: it failed in an earlier run, so that its failing again tells nothing about the engine.
     """
 
     id: str
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     seed: int = 0
+    retried: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ def make_engine(config: Config) -> Engine:
     return LocalEngine(config)
 
 
+_CALL = re.compile(r"\s*<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _THINK = re.compile(r"^\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 
 
@@ -112,3 +116,13 @@ def split_reasoning(text: str, opened: bool) -> tuple[str, str | None]:
     if opened or stripped.startswith("<think>"):
         return "", stripped.removeprefix("<think>").strip("\n") or None
     return text, None
+
+
+def split_tool_calls(text: str) -> tuple[str, list[dict[str, Any]] | None]:
+    """Content and calls of a generated text, where calls are written as in Qwen's and Hermes' templates."""
+    try:
+        calls = [json.loads(call) for call in _CALL.findall(text)]
+        calls = [{"type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}} for c in calls]
+    except (ValueError, KeyError, TypeError):
+        return text, None
+    return (_CALL.sub("", text).rstrip(), calls) if calls else (text, None)

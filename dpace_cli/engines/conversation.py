@@ -25,12 +25,14 @@ class Conversation:
         history: the messages so far, regenerated answers included.
         turns: for each answer, the token ids that the target saw and wrote.
         truncated: an answer was cut off by the token limit.
+        retried: the row failed in an earlier run.
         error: why there is no usable answer.
         dropped: it is left out by a rule, so that trying again would not help.
     """
 
     row: Row
     options: RegenConfig
+    retried: bool = False
     history: list[Message] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
     truncated: bool = False
@@ -57,7 +59,9 @@ class Conversation:
     def request(self) -> Request:
         """The next answer that is wanted."""
         seed = hashlib.sha256(f"{self.options.seed}\0{self.id}\0{len(self.turns)}".encode()).digest()
-        return Request(self.id, list(self.history), self.row.get("tools") or None, int.from_bytes(seed[:4]) >> 1)
+        return Request(
+            self.id, list(self.history), self.row.get("tools") or None, int.from_bytes(seed[:4]) >> 1, self.retried
+        )
 
     def take(self, completion: Completion) -> None:
         """Put an answer into the history and move on to the next turn."""

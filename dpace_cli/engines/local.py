@@ -19,8 +19,8 @@ from torch import Tensor
 from dpace_cli.config import Config, RegenConfig
 from dpace_cli.data.tokens import generation_prompt
 from dpace_cli.engines import cpu
-from dpace_cli.engines.base import Completion, Request, split_reasoning
-from dpace_cli.errors import DpaceError
+from dpace_cli.engines.base import Completion, Request, split_reasoning, split_tool_calls
+from dpace_cli.errors import DpaceError, RunError
 from dpace_cli.modeling.target import Target, load_target, tokenizer_fingerprint
 
 COMPACT_BELOW = 0.9
@@ -109,16 +109,17 @@ class LocalEngine:
         positions = (mask.cumsum(-1) - 1).clamp_min(0)
         cache = cpu.make_cache(self.target.model.config)
         done = [False] * len(rows)
+        seen: Tensor | None = None
         while True:
-            output = self.target.model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-            chosen = self._choose(output.logits[:, -1].float(), rows)
+            logits = self._forward(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+            if self.options.repetition_penalty != 1:
+                if seen is None:
+                    seen = torch.zeros_like(logits, dtype=torch.bool)
+                    for i, row in enumerate(rows):
+                        seen[i, row.prompt_ids] = True
+                else:
+                    seen.scatter_(1, ids, True)
+            chosen = self._choose(logits, rows, seen)
             for i, token in enumerate(chosen.tolist()):
                 if not done[i]:
                     rows[i].answer_ids.append(token)
@@ -132,27 +133,91 @@ class LocalEngine:
                 kept = torch.tensor(running, device=device)
                 cache.batch_select_indices(kept)
                 mask, positions, chosen = mask[kept], positions[kept], chosen[kept]
+                seen = seen[kept] if seen is not None else None
                 rows, done = [rows[i] for i in running], [False] * len(running)
             ids = chosen[:, None]
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
             positions = positions[:, -1:] + 1
 
-    def _choose(self, logits: Tensor, rows: list[_Row]) -> Tensor:
+    def _forward(self, **inputs: Any) -> Tensor:
+        """[B, V] float32 logits of the position after the last."""
+        try:
+            return self.target.model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+        except torch.OutOfMemoryError as error:
+            raise RunError(
+                f"out of memory with {len(inputs['input_ids'])} rows: {str(error).splitlines()[0]}",
+                "lower regen.batch_size and run the same command again; finished rows are kept",
+            ) from None
+
+    def _choose(self, logits: Tensor, rows: list[_Row], seen: Tensor | None) -> Tensor:
         """[B] next token of each row from its [B, V] logits."""
-        return logits.argmax(-1)
+        options = self.options
+        if seen is not None:
+            logits = penalised(logits, seen, options.repetition_penalty)
+        if options.temperature == 0:
+            return logits.argmax(-1)
+        uniform = torch.tensor([row.random.random() for row in rows], dtype=torch.float64)
+        return draw(logits, uniform, options.temperature, options.top_k, options.top_p)
 
     def _completion(self, row: _Row) -> Completion:
         tokenizer = self.target.tokenizer
         stopped = row.answer_ids[-1] in self.stop
-        text = tokenizer.decode(row.answer_ids[:-1] if stopped else row.answer_ids, skip_special_tokens=True)
-        opened = tokenizer.decode(row.prompt_ids[-8:]).rstrip().endswith("<think>")
-        content, reasoning = split_reasoning(text, opened)
+        ids = row.answer_ids[:-1] if stopped else row.answer_ids
+        # Where the marks of reasoning and calls are special tokens, they are text here, or nothing could be split.
+        marks = {"<think>", "</think>", "<tool_call>", "</tool_call>"} & set(tokenizer.all_special_tokens)
+        text = _decode(tokenizer, ids, marks)
+        content, reasoning = split_reasoning(
+            text, _decode(tokenizer, row.prompt_ids[-8:], marks).rstrip().endswith("<think>")
+        )
+        calls = None
+        if row.request.tools:
+            content, calls = split_tool_calls(content)
         return Completion(
             row.request.id,
             text=content,
             reasoning=reasoning,
             prompt_ids=row.prompt_ids,
             answer_ids=row.answer_ids,
-            finish_reason="stop" if stopped else "length",
+            finish_reason="length" if not stopped else "tool_calls" if calls else "stop",
             tokens=len(row.answer_ids),
+            tool_calls=calls,
         )
+
+
+def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """[B, V] logits with those of tokens that the row holds already made smaller (arXiv 1909.05858)."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def draw(logits: Tensor, uniform: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """One token of each row, by inversion: the draw depends on the row's own number alone.
+
+    Args:
+        logits: [B, V].
+        uniform: [B] float64 in [0, 1).
+        top_k: only the k likeliest tokens; 0: all.
+        top_p: only the likeliest tokens that together hold this probability.
+    Returns:
+        [B] token ids.
+    """
+    scores = logits / temperature
+    if top_k:
+        kth = scores.topk(min(top_k, scores.shape[-1]), dim=-1).values[:, -1:]
+        scores = scores.masked_fill(scores < kth, float("-inf"))
+    shares = scores.softmax(-1)
+    if top_p < 1:
+        falling, order = shares.sort(dim=-1, descending=True)
+        beyond = falling.cumsum(-1) - falling >= top_p  # the token that crosses top_p stays
+        shares = shares.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), 0.0)
+    sums = shares.to(torch.float32 if shares.device.type == "mps" else torch.float64).cumsum(-1)
+    total = sums[:, -1:]
+    at = torch.minimum(uniform.to(sums)[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(sums, at, right=True).squeeze(-1)
+
+
+def _decode(tokenizer: Any, ids: list[int], marks: set[str]) -> str:
+    """Text without special tokens other than `marks`."""
+    if marks:
+        unwanted = set(tokenizer.all_special_ids) - set(tokenizer.convert_tokens_to_ids(sorted(marks)))
+        return tokenizer.decode([i for i in ids if i not in unwanted], skip_special_tokens=False)
+    return tokenizer.decode(ids, skip_special_tokens=True)
