@@ -14,12 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dpace_cli.config import Config, needs_target
+from dpace_cli.config import Config
 
 FLOAT32 = 4
 
 PROCESS_BYTES = {"cpu": 500 << 20, "cuda": 500 << 20}
 """Memory of a Python process with PyTorch, Transformers and DFlash imported, before any model (measured)."""
+
+ATTENTION_ROWS = {"cpu": 512, "cuda": 128}
+"""Query rows of one product in `attention.py`: blocks that share it share the longest of their contexts."""
 
 ANSWER_BYTES_PER_TOKEN = 16
 """Disk for one token of the regenerated answers: its text, and its id as JSON (measured: docs/scale.md)."""
@@ -107,6 +110,16 @@ class Shapes:
     def materialized(self) -> bool:
         return self.device != "cuda"
 
+    def context_seen(self, length: float, blocks: float) -> float:
+        """Mean context of the products of attention, for blocks at anchors spread evenly over a sequence.
+
+        Half the sequence, and more where blocks that are computed together see as far as the last of them.
+        """
+        folded = self.drafter.heads / self.drafter.kv_heads if self.materialized else 1
+        rows = ATTENTION_ROWS["cpu" if self.materialized else "cuda"]
+        groups = max(1.0, blocks * self.block_size * folded / rows)
+        return length / 2 * (1 + 1 / groups)
+
     @property
     def drafter_parameters(self) -> int:
         """Weights of the drafter: its layers, the projection of the tapped states, two norms."""
@@ -147,6 +160,7 @@ def shapes(
     target_bytes: int,
     compute_bytes: int,
     device: str,
+    whole_target: bool = False,
     target_parameters: int | None = None,
 ) -> Shapes:
     """Shapes of a training.
@@ -155,6 +169,7 @@ def shapes(
         target: the target's config.json as a mapping.
         layer_ids: tapped layers.
         device: "cpu", "cuda" or "mps".
+        whole_target: does the objective read the target's whole distribution?
         target_parameters: counted in its weights; null: from the config.
     """
     stack, train = target_stack(target), config.train
@@ -165,7 +180,7 @@ def shapes(
         target=stack,
         drafter=replace(stack, layers=train.num_draft_layers, mlp_parameters=mlp, mlp_active=mlp),
         vocabulary=vocabulary, tied=tied, target_parameters=target_parameters or counted,
-        taps=len(layer_ids), highest_tap=layer_ids[-1], whole_target=needs_target(train.objective),
+        taps=len(layer_ids), highest_tap=layer_ids[-1], whole_target=whole_target,
         block_size=train.block_size, head_chunk_tokens=train.head_chunk_tokens,
         target_bytes=target_bytes, compute_bytes=compute_bytes, device=device,
     )  # fmt: skip
@@ -210,8 +225,7 @@ def _activations(s: Shapes, b: Batch) -> float:
     A layer keeps, for each row: the input, its normalized form and its product with the weight, of two norms (6 H);
     queries before and after their norm, and as attention takes them, and attention's output twice (5 Q); keys the same
     three times and values once (4 KV); gate, up, the gate's activation, and their product (4 I). Context rows have keys
-    and values alone. Where attention is not fused, its probabilities: each row sees its own block and, on average,
-    half the context.
+    and values alone. Where attention is not fused, its probabilities over the context and the own block.
     """
     d = s.drafter
     mlp = d.mlp_active / (3 * d.width)
@@ -219,7 +233,7 @@ def _activations(s: Shapes, b: Batch) -> float:
     layer = rows * (6 * d.width * FLOAT32 + (5 * d.q + 4 * d.kv + 4 * mlp) * s.compute_bytes)
     layer += 4 * context * d.kv * s.compute_bytes
     if s.materialized:
-        layer += rows * d.heads * (b.length / 2 + s.block_size) * s.compute_bytes
+        layer += rows * d.heads * (s.context_seen(b.length, b.blocks) + s.block_size) * s.compute_bytes
     outside = (5 * rows + 3 * context) * d.width * FLOAT32  # noise, last norm, output; the projected context
     return d.layers * layer + outside
 
@@ -276,7 +290,7 @@ def _drafter_products(s: Shapes, b: Batch) -> float:
     """Forward once, and back twice (weights, inputs); the tapped states need no gradient."""
     d = s.drafter
     rows, context = b.sequences * b.blocks * s.block_size, b.sequences * b.length
-    seen = b.length / 2 + s.block_size
+    seen = s.context_seen(b.length, b.blocks) + s.block_size
     block = rows * (d.attention_parameters + d.mlp_active + 2 * d.q * seen)
     own_context = context * 2 * d.width * d.kv
     projection = 2 * context * s.taps * d.width * d.width  # forward, and the gradient of its weights
@@ -368,8 +382,8 @@ class Estimate:
     Attributes:
         rows: what was assumed about the training rows.
         parameters: of target and drafter.
-        memory: bytes of one process, by what takes them.
-        disk: bytes, by what takes them.
+        memory: bytes of one process, by what takes them; memory_bytes: their sum.
+        disk: bytes, by what takes them; disk_bytes: their sum.
         state_bytes_per_token: hidden states of one token.
         floor_s: least seconds of an optimizer step, by matrix product; a step takes longer by what is not a product.
         capture_s: least seconds to capture the states of all rows once; None where the rows are not known.
@@ -382,7 +396,9 @@ class Estimate:
     rows: Rows
     parameters: dict[str, int]
     memory: dict[str, int]
+    memory_bytes: int
     disk: dict[str, int]
+    disk_bytes: int
     state_bytes_per_token: int
     floor_s: dict[str, float]
     capture_s: float | None
@@ -390,14 +406,6 @@ class Estimate:
     arms: int
     growth: list[Growth]
     rates: Rates | None
-
-    @property
-    def memory_bytes(self) -> int:
-        return sum(self.memory.values())
-
-    @property
-    def disk_bytes(self) -> int:
-        return sum(self.disk.values())
 
 
 def estimate(config: Config, s: Shapes, rows: Rows, rates: Rates | None) -> Estimate:
@@ -418,11 +426,11 @@ def estimate(config: Config, s: Shapes, rows: Rows, rates: Rates | None) -> Esti
     capture = None
     if rates and rows.count:
         capture = rows.count * _capture_products(s, one_row) / rates.drafter / train.nproc
+    needed, filled = memory(s, largest_batch(config, rows), train.nproc, in_memory), disk(s, config, tokens, arms)
     return Estimate(
         rows=rows,
         parameters={"target": s.target_parameters, "drafter": s.drafter_parameters},
-        memory=memory(s, largest_batch(config, rows), train.nproc, in_memory),
-        disk=disk(s, config, tokens, arms),
+        memory=needed, memory_bytes=sum(needed.values()), disk=filled, disk_bytes=sum(filled.values()),
         state_bytes_per_token=s.state_bytes_per_token,
         floor_s=step_floor(config, s, mean_batch(config, rows), rates) if rates else {},
         capture_s=capture, steps=steps, arms=arms, growth=growth(config, s, rows, rates), rates=rates,
