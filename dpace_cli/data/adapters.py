@@ -44,6 +44,7 @@ REJECTIONS = {
     "bad_utf8": "the row is no UTF-8, with replaced_bad_utf8 turned off",
     "over_max_rows": "the hash of its id was not among the prep.max_rows smallest; not written to the rejects",
     "no_user_turn": "there is no user turn",
+    "no_answer": "the assistant says nothing (a row of the source jsonl may be a prompt alone)",
     "unknown_role": "a role that is not of a user, an assistant, a system or a tool",
     "misplaced_system": "a system turn behind the first turn",
     "misplaced_tool": "a tool turn that does not follow a tool call",
@@ -223,6 +224,8 @@ class Cleaner:
         self.model_roles: Counter[str] = Counter()
         self.saw_numbers = False
         self._trim = "trimmed_whitespace" not in self.disabled
+        # SpecForge's loader passes over rows without an answer; prompts to be answered by regen come as jsonl.
+        self._needs_answer = source != "jsonl" and "no_answer" not in self.disabled
 
     def row(self, value: Any) -> Row:
         """The row that a parsed value holds.
@@ -272,7 +275,7 @@ class Cleaner:
             elif role == "system" and messages and last != "system":
                 self._reject("misplaced_system")
             elif (
-                role == "assistant" and (not messages or last == "system")
+                role == "assistant" and last in ("", "system") and all(m["role"] == "system" for m in messages)
                 and self._repair("dropped_leading_assistant", "starts_with_assistant", repairs)
             ):  # fmt: skip
                 began_late = True
@@ -288,6 +291,8 @@ class Cleaner:
             self._reject("no_user_turn")
             if not messages:
                 raise Rejected("empty_conversation")
+        if self._needs_answer and last != "assistant" and not any(m["role"] == "assistant" for m in messages):
+            raise Rejected("no_answer")
         if tools:
             self.saw_numbers = True
             tools = _objects(tools)

@@ -32,7 +32,10 @@ _SHOWN_BYTES = 1000
 
 _SKIP = re.compile(rb"[\s,]*")
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["\[\]{}]', re.DOTALL)
-_GARBAGE = re.compile(rb'[^,\[\]{}"\n]*')
+_BETWEEN = re.compile(rb'[^"\[\]{}]*')
+_STRING_BODY = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
+_TEXT = re.compile(rb'"[^"\\\n]*(?:\\.[^"\\\n]*)*"(?=\s*(?:[,\]]|\Z))')
+_GARBAGE = re.compile(rb"[^,\[\]{}\n]*")
 # orjson is several times as fast as json but stricter, so what it refuses gets a second hearing: NaN, control
 # characters, halves of characters. (NaN is no JSON, but pandas writes it into columns that nobody here reads.)
 _lenient = json.JSONDecoder(strict=False, parse_constant=lambda _name: None)
@@ -124,14 +127,21 @@ class SourceFile:
 
     def _read(self, stream: IO[bytes], size: int) -> bytes:
         """Up to `size` bytes; a compressed file that is damaged ends where the damage is."""
-        if self._broken:
-            return b""
-        try:
+        if not isinstance(stream, gzip.GzipFile | zstandard.ZstdDecompressionReader):
             return stream.read(size)
-        except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError):
-            self.oddities["damaged_compression"] += 1
-            self._broken = True
-            return b""
+        pieces: list[bytes] = []
+        while size > 0 and not self._broken:
+            try:
+                piece = stream.read1(size)  # what read() has unpacked before it finds damage, it keeps
+            except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError):
+                self.oddities["damaged_compression"] += 1
+                self._broken = True
+                break
+            if not piece:
+                break
+            pieces.append(piece)
+            size -= len(piece)
+        return b"".join(pieces)
 
     # --- JSONL ---
 
@@ -216,8 +226,11 @@ class SourceFile:
                     self.cut_at = window.offset(begin)
                     return
                 elif row is None:
-                    end, start = len(window.data), window.data[begin : begin + _SHOWN_BYTES]
-                    row = RawRow(None, "row_too_large", start, "byte", window.offset(begin), name)
+                    start, offset = window.data[begin : begin + _SHOWN_BYTES], window.offset(begin)
+                    if not window.skip_value():
+                        self.cut_at = offset
+                        return
+                    row, end = RawRow(None, "row_too_large", start, "byte", offset, name), window.position
             elif isinstance(row.value, dict):
                 keys, last_end = list(row.value), end
             yield row
@@ -242,6 +255,24 @@ class _Window:
 
     def skip(self, pattern: re.Pattern[bytes]) -> None:
         self.position = pattern.match(self.data, self.position).end()
+
+    def skip_value(self) -> bool:
+        """Pass over the value that begins here without holding it; False where it does not end."""
+        depth, in_string = 0, False
+        while True:
+            self.skip(_STRING_BODY if in_string else _BETWEEN)
+            mark = self.data[self.position : self.position + 1]
+            if mark in (b"", b"\\"):  # an escape that goes on in what is read next
+                if not self.grow():
+                    return False
+                continue
+            self.position += 1
+            if mark == b'"':
+                in_string = not in_string
+            else:
+                depth += 1 if mark in (b"[", b"{") else -1
+            if depth <= 0 and not in_string:
+                return True
 
     def grow(self) -> bool:
         """Let go of what lies behind us and read on; False at the end. A long row doubles what is held."""
@@ -337,8 +368,9 @@ def _parse_leniently(data: bytes) -> Any:
 
 def _row_end(data: bytes, start: int) -> int | None:
     """End of the value that starts at `start`, whatever is wrong inside it; None: it does not end in `data`."""
-    if data[start] not in b'[{"':
-        return max(_GARBAGE.match(data, start).end(), start + 1)
+    if data[start] not in b"[{":
+        text = _TEXT.match(data, start)
+        return text.end() if text else _GARBAGE.match(data, start + 1).end()
     depth = 0
     for token in _TOKEN.finditer(data, start):
         mark = token.group()
