@@ -251,7 +251,7 @@ class _Report:
 
     def _markdown(self, plots: bool) -> str:
         text = [f"# {self._title}", self._summary]
-        text += ["\n".join(f"- {k.label}: **{k.value}** {k.detail}" for k in self._keys())]
+        text += ["\n".join(f"- {k.label}: **{k.value}** {'; '.join(k.details)}" for k in self._keys())]
         if self.cautions:
             text += ["## Before comparing", "\n".join(f"- {caution}" for caution in self.cautions)]
         shown: set[str] = set()
@@ -298,22 +298,21 @@ class _Report:
         for measure, label in (("tau", "tokens a verify step (tau)"), ("sr", "times as fast as the target (SR)")):
             if measure not in ours:
                 continue
-            against = f"{section.name_of(reference)} {theirs[measure].value:.2f}" if measure in theirs else ""
-            detail = "; ".join(filter(None, [_bounds(ours[measure]), against]))
-            keys.append(KeyFigure(f"{name}: {label}", f"{ours[measure].value:.2f}", detail))
+            details = [_bounds(ours[measure])]
+            if measure in theirs:
+                details.append(f"{section.name_of(reference)}: {theirs[measure].value:.2f} {_bounds(theirs[measure])}")
             if f"delta_{measure}" in delta:
                 change, share = delta[f"delta_{measure}"], delta[f"relative_{measure}"]
-                words = f"{_bounds(change, '+.2f')} {share.value:+.0%}".strip()
-                what = "tau" if measure == "tau" else "SR"
-                keys.append(
-                    KeyFigure(f"difference of {what} to {section.name_of(reference)}", f"{change.value:+.2f}", words)
-                )
+                details.append(f"difference: {change.value:+.2f} {_bounds(change, '+.2f')}, {share.value:+.0%}")
+            keys.append(KeyFigure(f"{name}: {label}", f"{ours[measure].value:.2f}", [d for d in details if d]))
         checked = [p.lossless for r in arm.all_records() for p in r.finished if p.lossless is not None]
         if checked:
-            detail = f"of {_count(len(checked), 'request')}, {section.title}"
-            keys.append(
-                KeyFigure(f"{name}: output equal to the target's own", f"{sum(checked) / len(checked):.1%}", detail)
-            )
+            ties = sum(record.near_ties for record in arm.all_records())
+            details = [f"of {_count(len(checked), 'request')}"]
+            if sum(checked) < len(checked):
+                details.append(f"{ties} of {len(checked) - sum(checked)} others are near-ties decided by rounding")
+            equal = f"{sum(checked) / len(checked):.1%}"
+            keys.append(KeyFigure(f"{name}: output equal to the target's own", equal, details))
         return keys
 
     @property
@@ -340,11 +339,11 @@ class _Report:
 
 
 def _part(section: Section, figures: Sequence[Figure]) -> Part:
-    tables = [catalog.speed(section), catalog.differences(section)]
-    rest = [catalog.figures(section), catalog.ablation(section), *catalog.by_factor(section), catalog.lossless(section)]
-    items: list[Table | Figure] = [table for table in tables if table is not None]
-    items += figures
-    items += [table for table in rest if table is not None]
+    rest = [
+        catalog.differences(section), catalog.ablation(section), *catalog.by_factor(section), catalog.lossless(section),
+        catalog.figures(section),
+    ]  # fmt: skip
+    items = [catalog.speed(section), *figures, *(table for table in rest if table is not None)]
     return Part(section.title[0].upper() + section.title[1:], f"Target {Path(section.target).name}.", items)
 
 

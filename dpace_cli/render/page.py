@@ -23,12 +23,12 @@ class KeyFigure:
     """One number that a reader should leave with.
 
     Attributes:
-        label: what it is. value: the figure. detail: interval, or what it is compared with.
+        label: what it is. value: the figure. details: interval, comparison; a line each.
     """
 
     label: str
     value: str
-    detail: str
+    details: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Page:
 
     def html(self) -> str:
         """The whole document."""
-        shown: set[str] = set()
+        shown = {item.name for part in self.parts for item in part.items if isinstance(item, Table)}
         contents = "".join(
             f'<li><a href="#{slug(part.title).lower()}">{_h(part.title)}</a></li>' for part in self.parts
         )
@@ -90,7 +90,8 @@ class Page:
     def _keys(self) -> str:
         cards = "".join(
             f'<li><span class="label">{_h(key.label)}</span> <span class="value">{_h(key.value)}</span> '
-            f'<span class="detail">{_h(key.detail)}</span></li>'
+            + "".join(f'<span class="detail">{_h(line)}</span> ' for line in key.details)
+            + "</li>"
             for key in self.keys
         )
         return f'<ul class="keys" aria-label="Main figures">{cards}</ul>\n' if cards else ""
@@ -107,14 +108,9 @@ class Page:
 
 def _part(part: Part, shown: set[str]) -> str:
     lead = f"<p>{_h(part.lead)}</p>" if part.lead else ""
-    items = "".join(_figure(item, shown) if isinstance(item, Figure) else _table(item, shown) for item in part.items)
+    items = "".join(_figure(item, shown) if isinstance(item, Figure) else html_table(item) for item in part.items)
     anchor = slug(part.title).lower()
     return f'<section aria-labelledby="{anchor}"><h2 id="{anchor}">{_h(part.title)}</h2>{lead}{items}</section>\n'
-
-
-def _table(table: Table, shown: set[str]) -> str:
-    shown.add(table.name)
-    return html_table(table)
 
 
 def _figure(figure: Figure, shown: set[str]) -> str:
@@ -123,7 +119,8 @@ def _figure(figure: Figure, shown: set[str]) -> str:
     if table.name in shown:
         data = f'<p class="note"><a href="#cap-{table.name}">The same in numbers</a></p>'
     else:
-        data = f"<details><summary>The same in numbers</summary>{_table(table, shown)}</details>"
+        shown.add(table.name)
+        data = f"<details><summary>The same in numbers</summary>{html_table(table)}</details>"
     return f"<figure><figcaption>{_h(plot.title)}</figcaption>{plot.svg()}{data}</figure>\n"
 
 

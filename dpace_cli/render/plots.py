@@ -112,14 +112,20 @@ class Look:
     arms: tuple[str, ...]
 
     def colour(self, arm: str) -> str:
-        return LIGHT[self._place(arm) % len(LIGHT)]
+        place = self._place(arm)
+        return LIGHT[0] if place == 0 else LIGHT[1 + (place - 1) % (len(LIGHT) - 1)]
 
     def marker(self, arm: str) -> str:
-        return _MARKERS[self._place(arm) % len(_MARKERS)]
+        """Where the colours come again, with other markers."""
+        place = self._place(arm)
+        return _MARKERS[(place + 2 * self._round(place)) % len(_MARKERS)]
 
     def line(self, arm: str) -> str:
-        """Beyond eight arms, colours come again with a broken line."""
-        return "-" if self._place(arm) < len(LIGHT) else "--"
+        return ("-", "--", ":")[min(self._round(self._place(arm)), 2)]
+
+    def _round(self, place: int) -> int:
+        """How often the colours were used up before this arm."""
+        return max(place - 1, 0) // (len(LIGHT) - 1)
 
     def _place(self, arm: str) -> int:
         return self.arms.index(arm) if arm in self.arms else 0
@@ -137,12 +143,10 @@ def dots(
         if at is not None:
             axes.axvline(at, color=_MUTED, linewidth=1, dash_capstyle="butt", linestyle=(0, (4, 3)))
         step = 0.72 / max(len(arms), 1)
-        for place, (arm, values) in enumerate(arms.items()):
-            shift = (place - (len(arms) - 1) / 2) * step
-            for row, found in enumerate(values):
-                if found is None:
-                    continue
-                y = row + shift
+        for row in range(len(rows)):
+            there = [(arm, own[row]) for arm, own in arms.items() if own[row] is not None]
+            for place, (arm, found) in enumerate(there):
+                y = row + (place - (len(there) - 1) / 2) * step
                 if found.low is not None and found.high is not None:
                     axes.plot([found.low, found.high], [y, y], color=look.colour(arm), linewidth=1.6, alpha=0.75)
                 axes.plot(found.value, y, look.marker(arm), color=look.colour(arm), markersize=6)

@@ -23,7 +23,7 @@ _RULES = """
 * { box-sizing: border-box; }
 html { -webkit-text-size-adjust: 100%; }
 body {
-  margin: 0 auto; max-width: 66rem; padding: 2.5rem 1.25rem 4rem;
+  margin: 0 auto; max-width: 72rem; padding: 2.5rem 1.25rem 4rem;
   background: var(--page); color: var(--ink); font-variant-numeric: tabular-nums;
   font: 1rem/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
 }
@@ -45,7 +45,7 @@ nav ul {
 section { margin: 3.25rem 0; }
 
 .keys {
-  display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); gap: 1rem;
+  display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr)); gap: 1rem;
   list-style: none; margin: 0; padding: 0;
 }
 .keys li {
@@ -64,12 +64,12 @@ section { margin: 3.25rem 0; }
 .scroll { overflow-x: auto; margin: 1.5rem 0 0.5rem; }
 table { border-collapse: collapse; font-size: 0.9rem; line-height: 1.4; }
 caption { text-align: left; font-weight: 600; padding-bottom: 0.5rem; font-size: 1rem; }
-th, td { padding: 0.3rem 0.9rem 0.3rem 0; text-align: right; white-space: nowrap; vertical-align: baseline; }
+th, td { padding: 0.3rem 0.8rem 0.3rem 0; text-align: right; white-space: nowrap; vertical-align: baseline; }
 th:last-child, td:last-child { padding-right: 0.2rem; }
 thead th { color: var(--muted); font-weight: 500; border-bottom: 1px solid var(--line); vertical-align: bottom; }
 thead th.group { text-align: center; color: var(--ink); font-weight: 600; padding-left: 0.9rem; }
 thead th[scope="col"]:not(.number), tbody th { text-align: left; }
-tbody th { font-weight: 400; }
+tbody th { font-weight: 400; white-space: normal; min-width: 3.5rem; }
 tbody tr + tr > * { border-top: 1px solid color-mix(in srgb, var(--line) 60%, transparent); }
 tbody tr:hover { background: var(--panel); }
 .note { color: var(--muted); font-size: 0.85rem; margin: 0.2rem 0; }

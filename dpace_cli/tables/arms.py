@@ -144,8 +144,8 @@ class Section:
         samples = self._samples(arm, data_set)
         found = estimate(samples, self.bootstrap) if samples else {}
         own = arm.records.get(data_set, {}).values() if data_set else []
-        if "tau_pooled" not in found and own and all(record.tau_pooled is not None for record in own):
-            values = [record.tau_pooled for record in own]  # a server's own counters: a total, and no interval
+        if "tau_pooled" not in found and own and all(record.counters for record in own):
+            values = [record.tau_pooled or 0.0 for record in own]  # a server's own count: a total, and no interval
             found["tau_pooled"] = Estimate(sum(values) / len(values), by_seed=tuple(values))
         return found
 
@@ -280,10 +280,8 @@ def _names(records: Sequence[tuple[Path, BenchRecord]]) -> list[str]:
 
 def _run_name(path: Path) -> str:
     """`runs/NAME/bench/ARM/FILE` is of run NAME; elsewhere the folder of the file names it."""
-    parts = path.absolute().parts
-    if "bench" in parts[1:-1]:
-        return parts[len(parts) - 2 - parts[:-1][::-1].index("bench")]
-    return parts[-2]
+    parents = path.absolute().parents
+    return next((folder.parent.name for folder in parents if folder.name == "bench"), parents[0].name)
 
 
 # --- what a reader should know before comparing ------------------------------------------------------------
@@ -316,10 +314,12 @@ def cautions(section: Section) -> list[str]:
             found.append(
                 f"{data_set}: {', '.join(short)} prompts; all arms are compared on the {common} that all finished."
             )
+    missing: dict[str, list[str]] = {}
     for arm in section.arms:
-        missing = [name for name in section.data_sets if name not in arm.records]
-        if missing:
-            found.append(f"{arm.name} was not measured on {', '.join(missing)}, so it has no average.")
+        without = [name for name in section.data_sets if name not in arm.records]
+        if without:
+            missing.setdefault(", ".join(without), []).append(arm.name)
+    found += [f"{', '.join(arms)}: not measured on {names}, so without an average." for names, arms in missing.items()]
     return found
 
 
