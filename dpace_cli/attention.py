@@ -3,16 +3,16 @@
 Nothing of size [blocks x K, sequence + blocks x K] is made. Blocks and context are packed: only kept blocks,
 and only the context that some block sees, of all sequences one after the other.
 
-Shapes: M kept blocks, K positions in a block, C context rows, Hq query heads, Hkv key and value heads, D width
-of a head.
+Shapes: M kept blocks, K positions in a block, C context rows, Hkv key and value heads, G query heads for each of
+them, D width of a head.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import itertools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class BlockLayout:
     begin: Tensor
     spans: tuple[tuple[int, int, int, tuple[int, ...]], ...]
     _masks: dict[int, BlockMask] = field(default_factory=dict, repr=False)
+    _groups: dict[int, list[Group]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def make(cls, anchors: Tensor, keep: Tensor, context_length: int) -> BlockLayout:
@@ -87,13 +88,39 @@ class BlockLayout:
             self._masks[positions] = _tile_mask(self.anchors, self.begin, positions, context)
         return self._masks[positions]
 
-    def groups(self, rows_per_block: int) -> Iterator[tuple[slice, slice, tuple[int, ...]]]:
-        """(blocks, context rows that some of them see, their anchors): blocks of one sequence with like anchors."""
-        width = max(1, GROUP_ROWS // rows_per_block)
-        for first, end, row, anchors in self.spans:
-            for start in range(first, end, width):
-                own = anchors[start - first : min(start + width, end) - first]
-                yield slice(start, start + len(own)), slice(row, row + own[-1]), own
+    def groups(self, rows_per_block: int) -> list[Group]:
+        """Blocks of one sequence with like anchors, made once for all layers."""
+        if rows_per_block not in self._groups:
+            width = max(1, GROUP_ROWS // rows_per_block)
+            device = self.anchors.device
+            made = []
+            for first, _, row, anchors in self.spans:
+                pieces = -(-len(anchors) // width)
+                bounds = [first + len(anchors) * piece // pieces for piece in range(pieces + 1)]
+                for start, stop in itertools.pairwise(bounds):
+                    own = torch.tensor(anchors[start - first : stop - first], device=device)
+                    least, most = anchors[start - first], anchors[stop - first - 1]
+                    hidden = torch.arange(least, most, device=device) >= own[:, None, None]
+                    mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
+                    made.append(Group(slice(start, stop), slice(row, row + most), least, mask))
+            self._groups[rows_per_block] = made
+        return self._groups[rows_per_block]
+
+
+class Group(NamedTuple):
+    """Some blocks of one sequence, m of them, whose attention is computed in one product.
+
+    Attributes:
+        blocks: their places among the packed blocks.
+        rows: the context rows that at least one of them sees.
+        common: how many of those rows all of them see.
+        mask: [m, 1, rows - common] -inf at the rows that a block must not see, else 0.
+    """
+
+    blocks: slice
+    rows: slice
+    common: int
+    mask: Tensor
 
 
 def block_attention(
@@ -107,14 +134,15 @@ def block_attention(
 ) -> Tensor:
     """Softmax attention of each block to its context and to itself, without a causal order inside the block.
 
+    Tensors are head-major, so that a slice of blocks is one batch of matrix products without a copy.
+
     Args:
-        q: [M, K, Hq, D] queries.
-        k_context, v_context: [C, Hkv, D].
-        k_block, v_block: [M, K, Hkv, D].
+        q: [Hkv, M, G, K, D] queries, G query heads for each key head.
+        k_context, v_context: [Hkv, C, D].
+        k_block, v_block: [Hkv, M, K, D].
         scaling: factor on the scores.
     Returns:
-        [M, K, Hq, D], in the type of the autocast where it is on, else of `q`. Scores in float32 on a GPU and
-        their softmax in float32 everywhere.
+        [Hkv, M, G, K, D], in the type of the autocast where it is on, else of `q`; the softmax is made in float32.
     """
     device = q.device.type
     if torch.is_autocast_enabled(device):
@@ -129,95 +157,66 @@ def block_attention(
 class _Grouped(torch.autograd.Function):
     """A loop over groups of blocks with like anchors; the probabilities are kept for the backward pass.
 
-    Layouts inside: queries [Hkv, M, G x K, D] (G query heads share a key head), keys [Hkv, rows, D].
+    The blocks' own keys are multiplied for all blocks at once. A group's scores lie side by side in one tensor,
+    [Hkv, m x G x K, context rows + K], so one softmax goes over both.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k_context: Tensor, v_context: Tensor, k_block: Tensor, v_block: Tensor,
-        layout: BlockLayout, scaling: float,
-    ) -> Tensor:  # fmt: skip
-        with torch.autocast(q.device.type, enabled=False):
-            return _Grouped._forward(ctx, q * scaling, k_context, v_context, k_block, v_block, layout, scaling)
-
-    @staticmethod
-    def _forward(
         ctx: Any, q: Tensor, kc: Tensor, vc: Tensor, kb: Tensor, vb: Tensor, layout: BlockLayout, scaling: float
     ) -> Tensor:
-        heads = kc.shape[1]
-        q = _fold(q, heads)
-        kc, vc = (t.transpose(0, 1).contiguous() for t in (kc, vc))
-        kb, vb = (t.permute(2, 0, 1, 3).contiguous() for t in (kb, vb))
-        out = torch.empty_like(q)
-        probabilities = []
-        for blocks, rows, anchors in layout.groups(q.shape[2]):
-            p = _probabilities(q[:, blocks], kc[:, rows], kb[:, blocks], anchors)
-            probabilities.append(p)
-            length = rows.stop - rows.start
-            own = torch.matmul(p[..., length:], vb[:, blocks])
-            context = torch.bmm(p[..., :length].flatten(1, 2), vc[:, rows])
-            torch.add(own, context.view(own.shape), out=out[:, blocks])
-        ctx.layout, ctx.scaling, ctx.heads = layout, scaling, heads
-        ctx.save_for_backward(q, kc, vc, kb, vb, out, *probabilities)
-        return _unfold(out, kb.shape[2])
+        with torch.autocast(q.device.type, enabled=False):
+            heads, blocks, group, positions, width = q.shape
+            rows = group * positions
+            q, kb, vb = q.reshape(heads * blocks, rows, width), kb.flatten(0, 1), vb.flatten(0, 1)
+            own = torch.bmm(q, kb.transpose(1, 2)).mul_(scaling).view(heads, blocks, rows, positions)
+            by_head = q.view(heads, blocks * rows, width)
+            probabilities = []
+            for part in layout.groups(rows):
+                length = part.rows.stop - part.rows.start
+                flat = slice(part.blocks.start * rows, part.blocks.stop * rows)
+                p = q.new_empty(heads, flat.stop - flat.start, length + positions)
+                scores = p.view(heads, -1, rows, length + positions)
+                seen = p[..., :length]
+                torch.baddbmm(seen, by_head[:, flat], kc[:, part.rows].transpose(1, 2), beta=0, alpha=scaling, out=seen)
+                scores[..., part.common : length].add_(part.mask)
+                scores[..., length:] = own[:, part.blocks]
+                torch.softmax(p, -1, out=p)
+                own[:, part.blocks] = scores[..., length:]
+                probabilities.append(p)
+            out = torch.bmm(own.view(heads * blocks, rows, positions), vb).view(heads, blocks * rows, width)
+            for part, p in zip(layout.groups(rows), probabilities):
+                flat = slice(part.blocks.start * rows, part.blocks.stop * rows)
+                out[:, flat].baddbmm_(p[..., : part.rows.stop - part.rows.start], vc[:, part.rows])
+        ctx.layout, ctx.scaling, ctx.shape = layout, scaling, (heads, blocks, group, positions, width)
+        ctx.save_for_backward(q, kc, vc, kb, vb, own, out, *probabilities)
+        return out.view(ctx.shape)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        q, kc, vc, kb, vb, own, out, *probabilities = ctx.saved_tensors
+        heads, blocks, group, positions, width = ctx.shape
+        rows, scaling = group * positions, ctx.scaling
         with torch.autocast(upstream.device.type, enabled=False):
-            return _Grouped._backward(ctx, upstream)
-
-    @staticmethod
-    def _backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        q, kc, vc, kb, vb, out, *probabilities = ctx.saved_tensors
-        heads, positions = ctx.heads, kb.shape[2]
-        upstream = _fold(upstream, heads)
-        inner = (upstream * out).sum(-1, keepdim=True)
-        dq, dkb, dvb = torch.empty_like(q), torch.empty_like(kb), torch.empty_like(vb)
-        dkc, dvc = torch.zeros_like(kc), torch.zeros_like(vc)
-        for (blocks, rows, _), p in zip(ctx.layout.groups(q.shape[2]), probabilities):
-            length = rows.stop - rows.start
-            p_context = p[..., :length].flatten(1, 2)
-            p_own = p[..., length:]
-            g = upstream[:, blocks]
-            flat_g = g.flatten(1, 2)
-            flat_q = q[:, blocks].flatten(1, 2)
-            dvc[:, rows] += torch.bmm(p_context.transpose(1, 2), flat_g)
-            dvb[:, blocks] = torch.matmul(p_own.transpose(2, 3), g)
-            d = inner[:, blocks]
-            ds_own = (torch.matmul(g, vb[:, blocks].transpose(2, 3)) - d) * p_own
-            ds_context = (torch.bmm(flat_g, vc[:, rows].transpose(1, 2)) - d.flatten(1, 2)) * p_context
-            dq[:, blocks] = torch.matmul(ds_own, kb[:, blocks]) + torch.bmm(ds_context, kc[:, rows]).view(g.shape)
-            dkb[:, blocks] = torch.matmul(ds_own.transpose(2, 3), q[:, blocks])
-            dkc[:, rows] += torch.bmm(ds_context.transpose(1, 2), flat_q)
-        return (
-            _unfold(dq, positions) * ctx.scaling,
-            dkc.transpose(0, 1), dvc.transpose(0, 1), dkb.permute(1, 2, 0, 3), dvb.permute(1, 2, 0, 3), None, None,
-        )  # fmt: skip
-
-
-def _fold(x: Tensor, heads: int) -> Tensor:
-    """[M, K, Hq, D] to [Hkv, M, G x K, D]."""
-    m, k, hq, d = x.shape
-    return x.view(m, k, heads, hq // heads, d).permute(2, 0, 3, 1, 4).reshape(heads, m, hq // heads * k, d)
-
-
-def _unfold(x: Tensor, positions: int) -> Tensor:
-    """[Hkv, M, G x K, D] to [M, K, Hq, D]."""
-    heads, m, rows, d = x.shape
-    group = rows // positions
-    return x.view(heads, m, group, positions, d).permute(1, 3, 0, 2, 4).reshape(m, positions, heads * group, d)
-
-
-def _probabilities(q: Tensor, k_context: Tensor, k_block: Tensor, anchors: tuple[int, ...]) -> Tensor:
-    """[Hkv, m, G x K, L + K] softmax over context and own block, of the type of `q`."""
-    heads, m, rows, d = q.shape
-    length = k_context.shape[1]
-    scores = q.new_empty(heads, m, rows, length + k_block.shape[2])
-    scores[..., :length] = torch.bmm(q.flatten(1, 2), k_context.transpose(1, 2)).view(heads, m, rows, length)
-    scores[..., length:] = torch.matmul(q, k_block.transpose(2, 3))
-    for block, anchor in enumerate(anchors):
-        scores[:, block, :, anchor:length] = -torch.inf
-    return scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+            g = upstream.reshape(heads * blocks, rows, width)
+            g_by_head, q_by_head = g.view(heads, -1, width), q.view(heads, -1, width)
+            inner = (g_by_head * out).sum(-1, keepdim=True)
+            own = own.view(heads * blocks, rows, positions)
+            dvb = torch.bmm(own.transpose(1, 2), g)
+            ds_own = torch.bmm(g, vb.transpose(1, 2)).sub_(inner.view(-1, rows, 1)).mul_(own)
+            dq = torch.bmm(ds_own, kb).mul_(scaling).view(heads, -1, width)
+            dkb = torch.bmm(ds_own.transpose(1, 2), q).mul_(scaling)
+            dkc, dvc = torch.zeros_like(kc), torch.zeros_like(vc)
+            for part, p in zip(ctx.layout.groups(rows), probabilities):
+                flat = slice(part.blocks.start * rows, part.blocks.stop * rows)
+                p = p[..., : part.rows.stop - part.rows.start]
+                own_g = g_by_head[:, flat]
+                dvc[:, part.rows].baddbmm_(p.transpose(1, 2), own_g)
+                ds = torch.bmm(own_g, vc[:, part.rows].transpose(1, 2)).sub_(inner[:, flat]).mul_(p)
+                dq[:, flat].baddbmm_(ds, kc[:, part.rows], alpha=scaling)
+                dkc[:, part.rows].baddbmm_(ds.transpose(1, 2), q_by_head[:, flat], alpha=scaling)
+        block_shape = (heads, blocks, positions, width)
+        return dq.view(ctx.shape), dkc, dvc, dkb.view(block_shape), dvb.view(block_shape), None, None
 
 
 def flex_block_attention(
@@ -230,26 +229,28 @@ def flex_block_attention(
     scaling: float,
 ) -> Tensor:
     """`block_attention` by PyTorch's flex_attention, as on CUDA. On a CPU it runs uncompiled, for tests."""
-    blocks, positions, heads, width = q.shape
+    heads, blocks, group, positions, width = q.shape
     if blocks == 0:
         return q
-    rows = blocks * positions
-    mask = layout.flex_mask(positions, len(k_context))
+    mask = layout.flex_mask(positions, k_context.shape[1])
 
-    def one_sequence(*parts: Tensor, length: int) -> Tensor:
-        """[rows, heads, D] parts one after the other as [1, heads, length, D], with zeros at the end."""
-        joined = torch.cat([part.reshape(-1, *part.shape[-2:]) for part in parts])
-        return F.pad(joined, (0, 0, 0, 0, 0, length - len(joined))).transpose(0, 1)[None]
+    def padded(x: Tensor, length: int) -> Tensor:
+        """[heads, rows, D] to [1, heads, length, D], with zeros at the end."""
+        return F.pad(x, (0, 0, 0, length - x.shape[1]))[None]
 
+    queries = q.transpose(1, 2).reshape(heads * group, blocks * positions, width)
+    keys, values = (
+        torch.cat([block.flatten(1, 2), context], 1) for block, context in ((k_block, k_context), (v_block, v_context))
+    )
     out = _flex_attention(q.device.type)(
-        one_sequence(q, length=mask.seq_lengths[0]),
-        one_sequence(k_block, k_context, length=mask.seq_lengths[1]),
-        one_sequence(v_block, v_context, length=mask.seq_lengths[1]),
+        padded(queries, mask.seq_lengths[0]),
+        padded(keys, mask.seq_lengths[1]),
+        padded(values, mask.seq_lengths[1]),
         block_mask=mask,
         scale=scaling,
-        enable_gqa=heads != k_block.shape[2],
+        enable_gqa=group != 1,
     )
-    return out[0, :, :rows].transpose(0, 1).reshape(blocks, positions, heads, width)
+    return out[0, :, : blocks * positions].view(heads, group, blocks, positions, width).transpose(1, 2)
 
 
 @functools.cache

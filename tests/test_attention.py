@@ -240,9 +240,9 @@ def test_flex_attention_and_its_sparse_mask_agree(
     keep[0, 0] = True
     layout = BlockLayout.make(anchors, keep, length)
     blocks, context = len(layout.anchors), len(layout.context_index)
-    q = torch.randn(blocks, block_size, 4, 8)
-    parts = [torch.randn(context, 2, 8), torch.randn(context, 2, 8)]
-    parts += [torch.randn(blocks, block_size, 2, 8), torch.randn(blocks, block_size, 2, 8)]
+    q = torch.randn(2, blocks, 3, block_size, 8)
+    parts = [torch.randn(2, context, 8), torch.randn(2, context, 8)]
+    parts += [torch.randn(2, blocks, block_size, 8), torch.randn(2, blocks, block_size, 8)]
     flexible = flex_block_attention(q, *parts, layout, 0.3)
     torch.testing.assert_close(block_attention(q, *parts, layout, 0.3), flexible, rtol=1e-4, atol=1e-5)
     mask = layout.flex_mask(block_size, context)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers.models.qwen3.modeling_qwen3 import rotate_half
 
 from dpace_cli.attention import BlockLayout, block_attention
 from dpace_cli.errors import UsageError
+from dpace_cli.modeling.fused import Rotation, norm_and_rotate, rms_norm, rotation
 
 
 def drafter_hidden(
@@ -37,49 +37,45 @@ def drafter_hidden(
     layout = BlockLayout.make(anchors, keep, target_hidden.shape[1])
     hidden = noise_embedding.reshape(-1, positions, width)[layout.block_index]
     context = target_hidden.reshape(-1, target_hidden.shape[-1])[layout.context_index]
-    context = drafter.hidden_norm(drafter.fc(context))
+    context = rms_norm(drafter.hidden_norm, drafter.fc(context))
     offsets = torch.arange(positions, device=anchors.device)
-    block_rotation = _rotation(drafter, hidden, layout.anchors[:, None] + offsets)
-    context_rotation = _rotation(drafter, hidden, layout.context_index % target_hidden.shape[1])
+    rotations = (
+        rotation(drafter.rotary_emb, layout.anchors[:, None] + offsets, hidden.dtype),
+        rotation(drafter.rotary_emb, layout.context_index % target_hidden.shape[1], hidden.dtype),
+    )
     for layer in drafter.layers:
-        residual = hidden
-        hidden = layer.input_layernorm(hidden)
-        hidden = residual + _attend(layer.self_attn, hidden, context, block_rotation, context_rotation, layout)
-        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-    hidden = drafter.norm(hidden)
+        attended = _attend(layer.self_attn, rms_norm(layer.input_layernorm, hidden), context, rotations, layout)
+        hidden = hidden + attended
+        hidden = hidden + layer.mlp(rms_norm(layer.post_attention_layernorm, hidden))
+    hidden = rms_norm(drafter.norm, hidden)
     out = hidden.new_zeros(batch * number, positions, width)
     return out.index_copy(0, layout.block_index, hidden).view(batch, number, positions, width)
 
 
 def _attend(
-    attention: nn.Module,
-    hidden: Tensor,
-    context: Tensor,
-    block_rotation: tuple[Tensor, Tensor],
-    context_rotation: tuple[Tensor, Tensor],
-    layout: BlockLayout,
+    attention: nn.Module, hidden: Tensor, context: Tensor, rotations: tuple[Rotation, Rotation], layout: BlockLayout
 ) -> Tensor:
-    def heads(projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (projected.shape[-1] // attention.head_dim, attention.head_dim))
+    """Self-attention of a layer: [M, K, H] for hidden [M, K, H] and context [C, H]."""
+    blocks, positions, _ = hidden.shape
+    rows, width, group = len(context), attention.head_dim, attention.num_key_value_groups
 
-    q = _rotate(attention.q_norm(heads(attention.q_proj(hidden))), block_rotation)
-    k_block = _rotate(attention.k_norm(heads(attention.k_proj(hidden))), block_rotation)
-    k_context = _rotate(attention.k_norm(heads(attention.k_proj(context))), context_rotation)
-    v_block, v_context = heads(attention.v_proj(hidden)), heads(attention.v_proj(context))
+    def by_block(projected: Tensor) -> Tensor:
+        """[M, K, heads x D] to [heads, M, K, D], a view."""
+        return projected.view(blocks, positions, projected.shape[-1] // width, width).permute(2, 0, 1, 3)
+
+    def by_row(projected: Tensor) -> Tensor:
+        """[C, heads x D] to [heads, C, D], a view."""
+        return projected.view(rows, projected.shape[-1] // width, width).transpose(0, 1)
+
+    (cos, sin), of_context = rotations
+    q = by_block(attention.q_proj(hidden)).unflatten(0, (-1, group)).transpose(1, 2)
+    q = norm_and_rotate(attention.q_norm, q, (cos[:, None], sin[:, None]))
+    k_block = norm_and_rotate(attention.k_norm, by_block(attention.k_proj(hidden)), (cos, sin))
+    k_context = norm_and_rotate(attention.k_norm, by_row(attention.k_proj(context)), of_context)
+    v_block = by_block(attention.v_proj(hidden)).contiguous()
+    v_context = by_row(attention.v_proj(context))
     attended = block_attention(q, k_context, v_context, k_block, v_block, layout, attention.scaling)
-    return attention.o_proj(attended.flatten(-2))
-
-
-def _rotation(drafter: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [..., 1, D] of each position, to be shared by all heads."""
-    cos, sin = drafter.rotary_emb(like, positions.reshape(1, -1))
-    shape = (*positions.shape, 1, cos.shape[-1])
-    return cos.view(shape), sin.view(shape)
-
-
-def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    cos, sin = rotation
-    return x * cos + rotate_half(x) * sin
+    return attention.o_proj(attended.permute(1, 3, 0, 2, 4).flatten(2))
 
 
 def _check_kind(drafter: nn.Module) -> None:
