@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from dpace_cli.cli import app
 from dpace_cli.doctor import DoctorResult, environment
 from dpace_cli.records import to_json
+from dpace_cli.render import show_result
 
 GOOD = (
     "checkpoint for dflash, checkpoint for specforge, checkpoint for sglang, checkpoint for vllm, chat template, data, "
@@ -390,10 +391,11 @@ def test_launch_lines_take_k_for_sglang_and_one_less_for_vllm(place):
 def test_it_is_printed_with_what_to_do(place):
     _nested(place, mask_token_id=256)
     result, out = place.doctor(estimate=True), io.StringIO()
-    result.render(Console(file=out, width=200))
+    show_result(result, Console(file=out, width=80))
     text = out.getvalue()
     assert "error   mask token" in text and "do: set train.mask_token_id" in text
     assert "memory of a process" in text and "hidden states" in text and "growth" in text
+    assert result.launch[str(place.checkpoint)]["vllm"] in text  # uncut, however narrow the terminal is
     assert f"{result.errors} errors, {result.warnings} warnings" in text
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from torch import Tensor
 
 from dpace_cli import console
@@ -55,6 +55,10 @@ class DoctorResult:
     def render(self, out: Console) -> None:
         """Print it for a person."""
         show(self.checks, self.launch, self.estimate, out)
+
+    def __rich_console__(self, out: Console, _options: ConsoleOptions) -> RenderResult:
+        self.render(out)  # what is yielded to rich is cut at the terminal's width; commands must not be
+        yield from ()
 
 
 def run(config: Config, folder: RunFolder, checkpoints: list[Path], estimate: bool = False) -> DoctorResult:

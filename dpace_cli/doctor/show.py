@@ -19,37 +19,43 @@ _STYLES = {"ok": "green", "warning": "bold yellow", "error": "bold red"}
 def show(
     checks: Sequence[Check], launch: Mapping[str, Mapping[str, str]], estimate: Estimate | None, out: Console
 ) -> None:
-    """Print findings one to a line, then the launch lines, the estimate, and how many findings need something."""
+    """Print findings one to a line, then the launch lines, the estimate, and how many findings need something.
+
+    Lines are never cut or wrapped, so that a path or a command can be copied.
+    """
     names = max(len(check.name) for check in checks)
     for check in checks:
-        line = Text.assemble((f"{check.level:<8}", _STYLES[check.level]), f"{check.name:<{names + 2}}", check.message)
-        out.print(line, soft_wrap=True)
+        _line(out, (f"{check.level:<8}", _STYLES[check.level]), f"{check.name:<{names + 2}}", check.message)
         if check.hint:
-            out.print(Text.assemble(" " * (names + 10), ("do: ", "bold"), check.hint), soft_wrap=True)
+            _line(out, " " * (names + 10), ("do: ", "bold"), check.hint)
     for path, lines in launch.items():
-        out.print(Text(f"\n{path} is used by"))
+        _line(out, f"\n{path} is used by")
         for reader, line in lines.items():
-            out.print(Text.assemble((f"  {reader:<10}", "bold"), line), soft_wrap=True)
+            _line(out, (f"  {reader:<10}", "bold"), line)
     if estimate is not None:
         _estimate(estimate, out)
     counts = {level: sum(check.level == level for check in checks) for level in _STYLES}
-    out.print(Text(f"\n{counts['error']} errors, {counts['warning']} warnings, {counts['ok']} ok"))
+    _line(out, f"\n{counts['error']} errors, {counts['warning']} warnings, {counts['ok']} ok")
+
+
+def _line(out: Console, *parts: str | tuple[str, str]) -> None:
+    out.print(Text.assemble(*parts), soft_wrap=True)
 
 
 def _estimate(found: Estimate, out: Console) -> None:
     rows = found.rows
     count = f"{rows.count:,} rows" if rows.count else "rows"
-    out.print(Text(f"\nestimate for {count} of {rows.tokens:.0f} tokens, {rows.anchors:.0f} places for an anchor"))
-    out.print(Text(f"  ({rows.source})"), soft_wrap=True)
+    _line(out, f"\nestimate for {count} of {rows.tokens:.0f} tokens, {rows.anchors:.0f} places for an anchor")
+    _line(out, f"  ({rows.source})")
     parameters = ", ".join(f"{name} {_count(value)}" for name, value in found.parameters.items())
-    out.print(Text(f"parameters: {parameters}; hidden states: {size(found.state_bytes_per_token)} a token"))
+    _line(out, f"parameters: {parameters}; hidden states: {size(found.state_bytes_per_token)} a token")
     out.print(_parts("memory of a process", found.memory, found.memory_bytes))
     if found.disk:
         out.print(_parts("disk of the run", found.disk, found.disk_bytes))
     if found.rates is not None:
         out.print(_times(found))
         rates = f"{found.rates.head / 1e9:,.0f} and {found.rates.drafter / 1e9:,.0f} Gflop/s"
-        out.print(Text(f"measured: {rates} ({found.rates.how})"), soft_wrap=True)
+        _line(out, f"measured: {rates} ({found.rates.how})")
     table = Table("twice the", "memory", "step time", "hidden states", title="growth", title_justify="left")
     for line in found.growth:
         table.add_row(line.doubled, *(f"x {value:.2f}" for value in (line.memory, line.step_time, line.states)))
@@ -65,8 +71,8 @@ def _parts(title: str, parts: Mapping[str, int], total: int) -> Table:
 
 
 def _times(found: Estimate) -> Table:
-    """Floors of the products; a step takes longer by what is not a product."""
-    table = Table(title="least time (matrix products alone)", title_justify="left", show_header=False)
+    """The matrix products alone; a step takes longer by what is not a product."""
+    table = Table(title="least time", title_justify="left", show_header=False)
     for name, seconds in found.floor_s.items():
         table.add_row(f"{name}, a step", _seconds(seconds))
     step = sum(found.floor_s.values())
