@@ -31,6 +31,7 @@ COMPACT_BELOW = 0.9
 class _Row:
     request: Request
     prompt_ids: list[int]
+    most_tokens: int
     random: random.Random
     answer_ids: list[int] = field(default_factory=list)
 
@@ -75,25 +76,24 @@ class LocalEngine:
                     more = True
                     break
                 try:
-                    row = _Row(request, self._prompt(request), random.Random(request.seed))
-                    self._check_length(row)
+                    rows.append(self._row(request))
                 except DpaceError as error:
                     yield Completion(request.id, error=error.message, permanent=True)
-                else:
-                    rows.append(row)
             rows.sort(key=lambda row: (-len(row.prompt_ids), row.request.id))
             for start in range(0, len(rows), self.options.batch_size):
                 yield from self._answer(rows[start : start + self.options.batch_size])
             if not more:
                 return
 
-    def _prompt(self, request: Request) -> list[int]:
-        return generation_prompt(self.target.tokenizer, request.messages, self.template_options, request.tools)
-
-    def _check_length(self, row: _Row) -> None:
-        room = getattr(self.target.config, "max_position_embeddings", None)
-        if room is not None and len(row.prompt_ids) >= room:
-            raise DpaceError(f"the prompt has {len(row.prompt_ids)} tokens; the target takes {room}")
+    def _row(self, request: Request) -> _Row:
+        prompt = generation_prompt(self.target.tokenizer, request.messages, self.template_options, request.tools)
+        positions = (
+            getattr(self.target.config, "max_position_embeddings", None) or len(prompt) + self.options.max_new_tokens
+        )
+        if len(prompt) >= positions:
+            raise RunError(f"the prompt has {len(prompt)} tokens; the target has positions for {positions}")
+        most = min(self.options.max_new_tokens, positions - len(prompt))
+        return _Row(request, prompt, most, random.Random(request.seed))
 
     @torch.inference_mode()
     def _answer(self, rows: list[_Row]) -> Iterator[Completion]:
@@ -123,7 +123,7 @@ class LocalEngine:
             for i, token in enumerate(chosen.tolist()):
                 if not done[i]:
                     rows[i].answer_ids.append(token)
-                    if token in self.stop or len(rows[i].answer_ids) >= self.options.max_new_tokens:
+                    if token in self.stop or len(rows[i].answer_ids) >= rows[i].most_tokens:
                         done[i] = True
                         yield self._completion(rows[i])
             running = [i for i, finished in enumerate(done) if not finished]
