@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy import stats
 
 MEASURES = ("sr", "tau", "tau_pooled")
 
@@ -229,6 +228,8 @@ def intervals(
     Returns:
         Low, high and method of each figure; None where a group has fewer than two units.
     """
+    from scipy import stats  # slow to import, and most commands make no interval
+
     if not sizes or min(sizes) < 2:
         return None
     options = {

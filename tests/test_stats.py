@@ -94,6 +94,16 @@ def test_seeds_are_averaged_after_each_seed_has_its_own_figure():
     assert found["tau"].spread == pytest.approx(2.5 / 2**0.5)
 
 
+def test_interval_of_several_seeds_is_of_their_mean():
+    noise = np.random.default_rng(9).normal(0, 1, 20)
+    seeds = {seed: [Request(str(i), 5 + sign * n, 1, None, None) for i, n in enumerate(noise)]
+             for seed, sign in ((0, 1), (1, -1))}  # fmt: skip
+    # Each prompt's mean over seeds is 5, so other prompts would change nothing, whatever one seed alone says.
+    found = estimate([sample([], seeds)], FEW)["tau"]
+    assert (found.low, found.high) == pytest.approx((5, 5))
+    assert found.spread > 0
+
+
 def test_no_sr_without_a_baseline_and_no_tau_without_steps():
     assert set(estimate([sample([request("a", [3], baseline_s=None), request("b", [3], baseline_s=None)])], FEW)) == {
         "tau", "tau_pooled",

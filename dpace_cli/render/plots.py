@@ -86,14 +86,13 @@ class Plot:
         # Ids have to be unique on the page, and the text has to take the page's font.
         text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{self.name}-", text)
         text = re.sub(r"font: (?:[\w.% ]*?)([\d.]+px) [^;\"]+", r"font-size: \1", text)
-        return re.sub(
-            r'<svg [^>]*?viewBox="([^"]+)"[^>]*>',
-            rf'<svg viewBox="\1" xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
-            rf'role="img" aria-labelledby="{self.name}-alt" class="plot"><title id="{self.name}-alt">'
-            rf"{_escape(self.alt)}</title>",
-            text,
-            count=1,
+        box = re.search(r'viewBox="([^"]+)"', text)[1]
+        head = (
+            f'<svg viewBox="{box}" preserveAspectRatio="xMinYMin meet" '
+            'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" class="plot" role="img" '
+            f'aria-labelledby="{self.name}-alt"><title id="{self.name}-alt">{_escape(self.alt)}</title>'
         )
+        return head + text[text.index(">") + 1 :]
 
 
 def slug(text: str) -> str:
@@ -138,7 +137,8 @@ def dots(
     """Figures with their intervals: a row for each data set, a dot for each arm, a line at a value of interest."""
 
     def draw() -> Figure:
-        figure, axes = _axes(0.7 + len(rows) * max(0.34, 0.17 * len(arms) + 0.14), look, list(arms))
+        apart = 0.17 if len(arms) <= 4 else 0.12
+        figure, axes = _axes(0.7 + len(rows) * max(0.34, apart * len(arms) + 0.14), look, list(arms))
         axes.grid(axis="x")
         if at is not None:
             axes.axvline(at, color=_MUTED, linewidth=1, dash_capstyle="butt", linestyle=(0, (4, 3)))

@@ -99,6 +99,8 @@ _PRINT = """
   figure, tr, .keys, .cautions { break-inside: avoid; }
   h2, figcaption, caption { break-after: avoid; }
   .scroll { overflow: visible; }
+  .plot { max-height: 21cm; }
+  figure > .note { display: none; }
   table { font-size: 8pt; }
   th, td { padding-right: 0.5rem; }
   details::details-content { content-visibility: visible; }
