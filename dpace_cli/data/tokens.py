@@ -239,10 +239,12 @@ class _Template:
         # Behind an end-of-turn token the text is tokenized afresh, so no more than this need be done twice.
         cut = own.rfind(self.kind.end) + len(self.kind.end) if self.kind.splits and self.kind.end in own else 0
         head, tail, joined = self.ids_of(own[:cut], own[cut:], own[cut:] + answer)
-        # Where the text as a whole would be cut across the border, the target still saw the context by itself.
-        answer_ids = joined[len(tail) :] if joined[: len(tail)] == tail else self.ids(answer)
+        # Where the text as a whole would be cut across the border, the target still saw the context by itself; but
+        # once the answer is history, it sees the whole.
+        fits = joined[: len(tail)] == tail
+        answer_ids = joined[len(tail) :] if fits else self.ids(answer)
         ended = self._through_end(answer_ids, whole)
-        text = context + answer if self.kind.splits and ended == answer_ids else None
+        text = context + answer if self.kind.splits and fits and ended == answer_ids else None
         return _Turn(start + head + tail, ended, text)
 
     def _through_end(self, ids: list[int], whole: bool) -> list[int]:
@@ -260,7 +262,7 @@ class _Template:
         message = messages[-1]
         marked = {key: value for key, value in message.items() if key not in ("reasoning_content", "tool_calls")}
         text = self.render([*messages[:-1], {**marked, "content": _MARK}])
-        start = text.find(_MARK)
+        start = text.rfind(_MARK)
         return full[start:] if start >= 0 and full[:start] == text[:start] else message["content"] + self.kind.suffix
 
     def _probe(self) -> _Kind:
