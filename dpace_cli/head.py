@@ -13,7 +13,7 @@ Shapes: n blocks of K positions, the anchor left out; V vocabulary; H hidden; T 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -162,9 +162,13 @@ class _Scan:
         return self._buffers[name][:count]
 
     def _logits(self, name: str, hidden: Tensor, weight: Tensor) -> Tensor:
-        """[c, V] float32 logits, whatever the type of the product."""
+        """[c, V] logits in float32; in the type of the product where nothing but their softmax is needed."""
         product = torch.mm(hidden, weight.t(), out=self._buffer(f"{name}-product", len(hidden), hidden.dtype))
-        logits = product if product.dtype == torch.float32 else self._buffer(name, len(hidden)).copy_(product)
+        plain = self.scale == 1.0 and not self.softcap and not self.needs & set(FROM_TARGET)
+        if product.dtype == torch.float32 or plain:
+            logits = product
+        else:
+            logits = self._buffer(name, len(hidden)).copy_(product)
         if self.scale != 1.0:
             logits.mul_(self.scale)
         if self.softcap:
@@ -176,69 +180,86 @@ class _Scan:
     ) -> dict[str, Tensor]:
         y = y[:, None]
         logits = self._logits("drafter", hidden, self.weight)
-        at_y = logits.gather(1, y)
-        top = logits.amax(1, keepdim=True)
-        found = {"hit": at_y[:, 0] >= top[:, 0]}
+        at_y = logits.gather(1, y).float()
+        found: dict[str, Tensor] = {}
         if "rank" in self.needs:
             found["rank"] = (logits > at_y).sum(1)
         slope_of_cap = None
         if self.softcap and self.learned:
             slope_of_cap = torch.div(logits, self.softcap, out=self._buffer("cap", len(y))).square_().neg_().add_(1)
 
-        def learn(name: str, derivative: Tensor) -> None:
-            """Store d quantity/d hidden, given minus d quantity/d logits."""
+        def learn(name: str, derivative: Tensor, factor: Tensor) -> None:
+            """Store d quantity/d hidden, given d quantity/d logits over `factor` [c, 1] (which is used up)."""
             if slope_of_cap is not None:
                 derivative.mul_(slope_of_cap)
             if hidden.dtype != torch.float32:
                 derivative = self._buffer("drafter-product", len(y), hidden.dtype).copy_(derivative)
-            torch.mm(derivative, self.weight, out=self.rows[name][chunk])
-            self.rows[name][chunk].mul_(-self.scale)
+            rows = torch.mm(derivative, self.weight, out=self.rows[name][chunk])
+            rows.mul_(factor * self.scale)
 
         if self.needs & set(FROM_TARGET):
             target_logits = self._logits("target", target_hidden, target_weight)
             target_at_y = target_logits.gather(1, y)
-            target_probability = self._buffer("target-probability", len(y))
-            log_total_p = _softmax(target_logits, out=target_probability)
-            found["logp"] = (target_at_y - log_total_p)[:, 0]
+            p = _softmax(target_logits, out=self._buffer("target-exponentials", len(y)))
+            found["logp"] = (target_at_y - p.log_total)[:, 0]
             if self.needs & {"soft_logp", "soft_logq"}:
-                found["soft_logp"] = torch.linalg.vecdot(target_probability, target_logits) - log_total_p[:, 0]
-                expected_logit = torch.linalg.vecdot(target_probability, logits)
+                soft = [torch.linalg.vecdot(p.values, values)[:, None] / p.total for values in (target_logits, logits)]
+                found["soft_logp"] = (soft[0] - p.log_total)[:, 0]
         if "log_overlap" in self.needs:
-            probability = self._buffer("probability", len(y))
-            log_total = _softmax(logits, out=probability)
+            q = _softmax(logits, out=self._buffer("exponentials", len(y)))
             below = self._buffer("below", len(y), torch.bool)
-            torch.lt(logits.sub_(log_total), target_logits.sub_(log_total_p), out=below)
-            overlap = torch.minimum(logits, target_logits, out=logits)
-            found["log_overlap"] = _softmax(overlap, out=overlap)[:, 0]
+            torch.lt(logits.sub_(q.log_total), target_logits.sub_(p.log_total), out=below)
+            least = torch.minimum(logits, target_logits, out=logits)
+            share = _softmax(least, out=least)  # min(p, q) / A
+            found["log_overlap"] = share.log_total[:, 0]
             if "log_overlap" in self.learned:
-                # d log A/d z = share * [q < p] - q * (sum of share over [q < p]), share = min(p, q) / A
-                overlap.mul_(below)
-                learn("log_overlap", torch.addcmul(overlap.neg_(), probability, -overlap.sum(1, keepdim=True)))
+                # d log A/d z = share * [q < p] - q * (sum of share over [q < p])
+                lower = share.values.mul_(below)
+                lower.addcmul_(q.values, lower.sum(1, keepdim=True) / q.total, value=-1)
+                learn("log_overlap", lower, 1 / share.total)
         else:
-            probability = logits
-            log_total = _softmax(logits, out=logits)
-        found["logq"] = (at_y - log_total)[:, 0]
+            own = logits if logits.dtype == torch.float32 else self._buffer("drafter", len(y))
+            q = _softmax(logits, out=own)
+        found["hit"] = (at_y >= q.top)[:, 0]
+        found["logq"] = (at_y - q.log_total)[:, 0]
         if "soft_logq" in self.needs:
-            found["soft_logq"] = expected_logit - log_total[:, 0]
+            found["soft_logq"] = (soft[1] - q.log_total)[:, 0]
             if "soft_logq" in self.learned:
-                learn("soft_logq", torch.sub(probability, target_probability, out=target_probability))
+                # d/d z = p - q
+                learn("soft_logq", p.values.mul_(q.total / p.total).sub_(q.values), 1 / q.total)
         if "logq" in self.learned:
-            learn("logq", probability.scatter_add_(1, y, torch.full_like(at_y, -1.0)))
+            # d log q(y)/d z = onehot(y) - q; 1 - q(y) is taken before any rounding to a shorter type
+            learn("logq", q.values.scatter_add_(1, y, -q.total), -1 / q.total)
         return {name: value for name, value in found.items() if name in self.needs}
 
 
-def _softmax(logits: Tensor, out: Tensor) -> Tensor:
-    """Write the softmax of [c, V] logits to `out` (which may be `logits`) and return log-sum-exp [c, 1].
+class _Softmax(NamedTuple):
+    """exp(z - log-sum-exp(z)) is `values / total`; all but `values` are [c, 1]."""
 
-    The fused kernel is several times as fast on a CPU as max, subtract, exponential and sum in turn, but sums
-    with single float32 accumulators; the result is normalized once more with a pairwise sum.
+    values: Tensor
+    total: Tensor
+    log_total: Tensor
+    top: Tensor
+
+
+def _softmax(logits: Tensor, out: Tensor) -> _Softmax:
+    """Softmax of [c, V] logits, written to `out` in float32 (which may be `logits`), and their log-sum-exp.
+
+    One fused kernel is several times as fast on a CPU as maximum, subtraction, exponential and sum in turn. But it
+    adds in plain float32, so that its probabilities miss one by up to 1e-5 for large vocabularies: `total`, from a
+    pairwise sum, says by how much.
     """
-    top = logits.amax(1, keepdim=True)
-    torch.softmax(logits, 1, out=out)
-    total = out.sum(1, keepdim=True)
-    log_total = top - (out.amax(1, keepdim=True) / total).log()
-    out.div_(total)
-    return log_total
+    if logits.is_cuda:
+        top, place = logits.max(1, keepdim=True)
+        torch.softmax(logits, 1, dtype=torch.float32, out=out)
+        highest, total = out.gather(1, place), torch.ones_like(top, dtype=torch.float32)
+    else:
+        top = logits.amax(1, keepdim=True)
+        exact = logits if logits.dtype == torch.float32 else out.copy_(logits)
+        torch.softmax(exact, 1, out=out)
+        highest, total = out.amax(1, keepdim=True), out.sum(1, keepdim=True)
+    top = top.float()
+    return _Softmax(out, total, top - (highest / total).log(), top)
 
 
 def _spread(values: Tensor, index: Tensor, shape: torch.Size) -> Tensor:

@@ -252,7 +252,7 @@ def test_metrics_against_a_loop() -> None:
     expected_accepted = 0.0
     for block in range(20):
         places = [k for k in range(K - 1) if case.supervised[block, k]]
-        q = [float(log_q[block, k, case.y[block, k]].exp()) for k in places]
+        q = [log_q[block, k, case.y[block, k]].exp().item() for k in places]
         c = [0.6 * value + 0.4 for value in q]
         expected_accepted += sum(math.prod(q[: end + 1]) for end in range(len(q)))
         accepted = True
