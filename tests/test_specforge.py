@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from conftest import make_tiny_target, write_rows
 from dflash.model import DFlashDraftModel
 from safetensors.torch import load_file
@@ -26,6 +27,7 @@ from dpace_cli.config import Config
 from dpace_cli.data.batches import TrainingRow
 from dpace_cli.errors import RunError, UsageError
 from dpace_cli.modeling.capture import States
+from dpace_cli.modeling.drafter import build_drafter
 from dpace_cli.modeling.target import load_target
 from dpace_cli.records import RunFolder
 from dpace_cli.settings import load_config
@@ -237,6 +239,10 @@ def test_ending_before_the_last_step_is_a_failure(tiny_target, few_rows, tmp_pat
     python = stand_in(tmp_path / "python", "print('done')\n")
     with pytest.raises(RunError, match="ended at step 0, not at 6"):
         train.run(configured(tiny_target, few_rows, python), RunFolder(tmp_path))
+    given = yaml.safe_load((arm(tmp_path) / "specforge" / "config.yaml").read_text())["model"]["draft_checkpoint_path"]
+    initial = DFlashDraftModel.from_pretrained(given)
+    expected = build_drafter(initial.config, seed=0).state_dict()
+    assert all(torch.equal(expected[name], tensor) for name, tensor in initial.state_dict().items())
 
 
 def test_an_interpreter_without_specforge_is_said(tiny_target, few_rows, tmp_path):
