@@ -24,8 +24,8 @@ PROCESS_BYTES = {"cpu": 500 << 20, "cuda": 500 << 20}
 ATTENTION_ROWS = {"cpu": 512, "cuda": 128}
 """Query rows of one product in `attention.py`: blocks that share it share the longest of their contexts."""
 
-ANSWER_BYTES_PER_TOKEN = 16
-"""Disk for one token of the regenerated answers: its text, and its id as JSON (measured: docs/scale.md)."""
+ANSWER_BYTES_PER_TOKEN = 10
+"""Disk for one token of a regenerated row: its text, and its id as JSON (measured: docs/scale.md)."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def memory(s: Shapes, peak: Batch, ranks: int, cached_tokens: float) -> dict[str
         "optimizer": 2 * drafter,
         "cached states": round(cached_tokens * s.state_bytes_per_token),
         "states of the batch": _batch_states(s, peak),
-        "activations": _activations(s, peak),
+        "activations": kept_for_backward(s, peak),
         "head": _head(s, peak),
     }
     return {name: int(size) for name, size in parts.items() if size}
@@ -219,31 +219,30 @@ def _batch_states(s: Shapes, b: Batch) -> float:
     return made + tokens * width * (FLOAT32 * (s.target_bytes < FLOAT32) + s.compute_bytes)
 
 
-def _activations(s: Shapes, b: Batch) -> float:
-    """What the drafter's forward pass keeps for its backward pass.
+def kept_for_backward(s: Shapes, b: Batch) -> float:
+    """What the drafter's forward pass keeps for its backward pass, in bytes.
 
-    A layer keeps, for each row: the input, its normalized form and its product with the weight, of two norms (6 H);
-    queries before and after their norm, and as attention takes them, and attention's output twice (5 Q); keys the same
-    three times and values once (4 KV); gate, up, the gate's activation, and their product (4 I). Context rows have keys
-    and values alone. Where attention is not fused, its probabilities over the context and the own block.
+    Of each row a layer keeps: of two norms the normalized input in float32 and the output (4 H); of queries and keys
+    the same, the values, and the attended values twice (4 Q + 3 KV); in the MLP the gate, its activation, the other
+    branch and their product (4 I). Of each context row, keys and values (3 KV). Where attention is not fused, its
+    probabilities over the context and the own block.
     """
-    d = s.drafter
-    mlp = d.mlp_active / (3 * d.width)
+    d, item = s.drafter, s.compute_bytes
     rows, context = b.sequences * b.blocks * s.block_size, b.sequences * b.length
-    layer = rows * (6 * d.width * FLOAT32 + (5 * d.q + 4 * d.kv + 4 * mlp) * s.compute_bytes)
-    layer += 4 * context * d.kv * s.compute_bytes
+    row = 2 * d.width * (FLOAT32 + item) + d.q * (FLOAT32 + 3 * item) + d.kv * (FLOAT32 + 2 * item)
+    row += 4 * d.mlp_active / (3 * d.width) * item
     if s.materialized:
-        layer += rows * d.heads * (s.context_seen(b.length, b.blocks) + s.block_size) * s.compute_bytes
-    outside = (5 * rows + 3 * context) * d.width * FLOAT32  # noise, last norm, output; the projected context
-    return d.layers * layer + outside
+        row += d.heads * (s.context_seen(b.length, b.blocks) + 2 * s.block_size) * item
+    layer = rows * row + context * d.kv * (FLOAT32 + 2 * item)
+    return d.layers * layer + (rows + 2 * context) * d.width * FLOAT32  # the last norm, the projected context
 
 
 def _head(s: Shapes, b: Batch) -> float:
-    """One chunk of logits, and three numbers of the width for each supervised position."""
-    positions = b.sequences * b.blocks * b.supervised
+    """One chunk of logits; the drafter's input and output rows; for each supervised position its state and gradient."""
+    rows, positions = b.sequences * b.blocks * s.block_size, b.sequences * b.blocks * b.supervised
     chunk = min(s.head_chunk_tokens, positions) * s.vocabulary
     copies = FLOAT32 + (s.compute_bytes if s.compute_bytes < FLOAT32 else 0)
-    return chunk * copies * (3 if s.whole_target else 1) + 3 * positions * s.target.width * FLOAT32
+    return chunk * copies * (3 if s.whole_target else 1) + (2 * rows + 4 * positions) * s.target.width * FLOAT32
 
 
 # --- disk ------------------------------------------------------------------------------------------------

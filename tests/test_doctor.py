@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from dpace_cli.cli import app
-from dpace_cli.doctor import DoctorResult, environment
+from dpace_cli.doctor import DoctorResult, environment, inputs
+from dpace_cli.doctor.setup import hub_answers
 from dpace_cli.records import to_json
 from dpace_cli.render import show_result
 
@@ -302,6 +303,53 @@ def test_a_full_disk_is_found(place, monkeypatch):
 def test_the_interpreter_with_specforge_is_asked(place):
     place.set(train__engine="specforge", train__specforge={"python": sys.executable})
     assert "SpecForge" in lines(place.doctor(), "specforge")
+
+
+def test_a_checkpoint_that_was_trained_otherwise_is_found(place):
+    trained = place.config.model_dump(mode="json")
+    manifest = place.checkpoint.parent / "manifest.json"
+    manifest.write_text(json.dumps({"config": trained}))
+    assert needing(place.doctor()) == []
+    trained["target"].update(path="lab/other", enable_thinking=True)
+    manifest.write_text(json.dumps({"config": trained}))
+    said = lines(place.doctor(), "training")
+    assert f"was trained for lab/other, and target.path is {place.target}" in said
+    assert "trained with template options {'enable_thinking': True}; they are {} now" in said
+
+
+def test_whatever_a_check_raises_becomes_a_finding(place, monkeypatch):
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("of my own")
+        yield
+
+    monkeypatch.setattr(inputs, "data", broken)
+    result = place.doctor()
+    assert "error: the check itself failed (ZeroDivisionError: of my own)" in lines(result, "data")
+    assert {"memory", "output", "bench data"} <= {check.name for check in result.checks}
+
+
+# --- the hub ---------------------------------------------------------------------------------------------
+
+
+def test_a_target_in_the_hubs_cache_needs_no_network(place, tmp_path, monkeypatch):
+    repository = tmp_path / "hub" / "models--lab--tiny"
+    shutil.copytree(place.target, repository / "snapshots" / "0123")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    place.set(target__path="lab/tiny")
+    assert needing(place.doctor()) == []
+
+
+def test_the_hub_is_asked_once_and_shortly(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: False)
+    for name in ("HTTPS_PROXY", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    ask = hub_answers.__wrapped__
+    with server({}) as url:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+        assert ask() is None
+    assert f"{url} does not answer" in ask()
 
 
 # --- servers ---------------------------------------------------------------------------------------------

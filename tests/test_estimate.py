@@ -30,6 +30,9 @@ SHAPE = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
 }  # fmt: skip
 
+IN_PLACE = {torch.ops.aten.baddbmm_: lambda _, a, b, *__, **___: 2 * a[0] * a[1] * a[2] * b[2]}
+"""Operations of a product that PyTorch's counter does not know."""
+
 
 def make_config(**train: object) -> Config:
     values = {"block_size": 8, "num_draft_layers": 2, "num_anchors": 16, "max_length": 128, "batch_size": 3}
@@ -135,7 +138,7 @@ def test_activations_are_what_the_forward_pass_keeps(target, change):
     shape = make_shapes(config)
     gradient = 4 * step.blocks.supervised[..., 1:].numel() * 64  # the head's gradient, counted with the head
     states = 4 * step.states.numel()
-    assert sizing._activations(shape, step.batch) == pytest.approx(measured - gradient - states, rel=0.25)
+    assert sizing.kept_for_backward(shape, step.batch) == pytest.approx(measured - gradient - states, rel=0.1)
     assert loss.requires_grad
 
 
@@ -171,7 +174,7 @@ def test_a_checkpoint_on_disk_has_the_size_that_is_said(target, tmp_path):
     }
     save_checkpoint(tmp_path / "step", drafter, {}, moments)
     written = sum(file.stat().st_size for file in (tmp_path / "step").iterdir())
-    assert sizing.checkpoint_bytes(make_shapes(config)) == pytest.approx(written, rel=0.05)
+    assert sizing.checkpoint_bytes(make_shapes(config)) == pytest.approx(written, rel=0.1)
 
 
 def test_only_a_disk_cache_takes_disk():
@@ -190,10 +193,10 @@ def test_only_a_disk_cache_takes_disk():
 def test_products_are_those_that_a_step_does(target, change):
     config = make_config(**change)
     step = Step(target, config)
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
         step.forward().backward()
     counted = sizing.products(make_shapes(config), step.batch)
-    assert counted["head"] + counted["drafter"] == pytest.approx(counter.get_total_flops(), rel=0.05)
+    assert counted["head"] + counted["drafter"] == pytest.approx(counter.get_total_flops(), rel=0.1)
 
 
 def test_the_heads_products_are_two(target):
