@@ -125,7 +125,7 @@ class BenchRecord:
         concurrency: requests in flight.
         wall_s: seconds of a whole arm, by `baseline` and `draft` (servers).
         counters: what a server counted over the whole data set: `drafts`, `accepted`, `accepted_per_position`.
-        simulated: over every token of the answers as an anchor (engine simulate): `anchors`, `mean_acceptance`,
+        simulated: over all drafted blocks (engine simulate): their number `anchors`, `mean_acceptance`,
             and by position `accuracy`, `accuracy_given_prefix`, `accepted`.
         key: hash of all settings that decide the counts; a record with the same key need not be made again.
         started: UTC, ISO 8601. seconds: of the measurement, over all its attempts.

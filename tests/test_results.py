@@ -84,6 +84,7 @@ def test_only_requests_that_every_arm_finished_count():
         prompt(1, None, None, error="out of memory"),
         prompt(2, decoded([2, 2], 1.0), decoded([1] * 4, 3.0), lossless=False, near_tie=True),
         prompt(3, decoded([6], 1.0), decoded([1] * 6, 3.0), lossless=False, near_tie=False),
+        prompt(4, decoded([8], 1.0), decoded([1] * 8, 9.0), lossless=True, error="the next turn failed"),
     ])  # fmt: skip
     assert [p.index for p in made.finished] == [0, 2, 3]
     assert made.tau == pytest.approx((4 + 2 + 6) / 3) and made.tau_pooled == pytest.approx(18 / 5)

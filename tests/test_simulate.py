@@ -55,11 +55,16 @@ def limits(prompts):
     return [len(p) + MAX_NEW for p in prompts]
 
 
-@pytest.mark.parametrize("block_size", [2, BLOCK, 11])
-def test_its_verify_steps_are_those_of_real_greedy_decoding(target, prompts, own, drafter, rows, limits, block_size):
+@pytest.mark.parametrize(
+    ("block_size", "every_anchor"), [(2, True), (BLOCK, True), (11, True), (BLOCK, False), (11, False)]
+)
+def test_its_verify_steps_are_those_of_real_greedy_decoding(
+    target, prompts, own, drafter, rows, limits, block_size, every_anchor
+):
     stop, answers = own
     assert {a.finish_reason for a in answers} == {"stop", "length"}
-    found = simulate(drafter, target, rows, block_size=block_size, limits=limits)
+    found = simulate(drafter, target, rows, block_size=block_size, limits=limits, every_anchor=every_anchor)
+    assert found.anchors == (sum(a.tokens - 1 for a in answers) if every_anchor else found.rounds)
     real = [
         decode(drafter, target.model, p, max_new_tokens=MAX_NEW, stop_token_ids=[stop], block_size=block_size)
         for p in prompts

@@ -1,5 +1,5 @@
-"""Measure without decoding: the target's greedy answers are made once, in batches, and kept; every drafter is
-run over them in one pass (`dpace_cli/modeling/simulate.py`).
+"""Measure without decoding: the target's greedy answers are made once, in batches, and kept; every drafter then
+walks through all of them at once (`dpace_cli/modeling/simulate.py`).
 
 Gives the acceptance lengths of greedy decoding and everything that follows from them, and no speed-up.
 """
@@ -66,8 +66,9 @@ class SimulateBench(LocalBench):
         limits = [len(t["prompt_ids"]) + self.bench.max_new_tokens for *_, t in turns]
         with console.meter(f"{prompts.name}, {ref.folder}, simulated", len(rows), "answers") as meter:
             found = simulate(
-                drafter, self.target, rows, block_size=job.record.block_size, limits=limits, progress=meter.advance
-            )
+                drafter, self.target, rows, block_size=job.record.block_size, limits=limits, every_anchor=False,
+                progress=meter.advance,
+            )  # fmt: skip
         results = [
             PromptResult(
                 id=prompt_id, index=index, turn=number, prompt_tokens=len(turn["prompt_ids"]), baseline=None,

@@ -161,8 +161,8 @@ def tie_tolerance(dtype: torch.dtype) -> float:
     A verify step computes a token's logits together with its block's, the baseline alone: the same sums in
     another order. Seen on two targets were differences of up to 3e-6 of a row's largest logit in float32, and
     of up to 4.3 units (eps) in bfloat16, where every residual is rounded (docs/results-format.md). A gap is
-    the difference of two logits, so half precision gets 8 units; float32 can afford some forty times what was
-    seen and still tell one position in a thousand from a tie.
+    the difference of two logits, so half precision gets 8 units; float32 gets some forty times what was seen,
+    which fewer than one position in a thousand of those targets lies within.
     """
     return 1e-4 if dtype in (torch.float32, torch.float64) else 8 * torch.finfo(dtype).eps
 

@@ -1,9 +1,12 @@
-"""Acceptance without decoding: draft a block at every token of known answers, all in one batched pass.
+"""Acceptance without decoding: draft blocks at the tokens of known answers, in batches.
 
 Greedy decoding accepts a drafted token where the target would have written it. When the answers are the
 target's own greedy ones, that is where it equals the answer's next token, so the whole course of decoding
-can be read off: begin at the answer's first token (the prefill gives it), jump by the accepted length,
+can be followed: begin at the answer's first token (the prefill gives it), jump by the accepted length,
 repeat. The number of jumps is the number of verify steps that real decoding takes.
+
+Two ways, with the same walk as result: a block at every token in one pass, which gives accuracies over all of
+them (training looks at these), or only the blocks that the walk comes by, a step of all answers at a time.
 
 Shapes: B rows, L tokens, N anchors, K positions in a block (0 is the anchor), T tapped layers, H width.
 """
@@ -57,7 +60,7 @@ class SimulatedAcceptance:
     Attributes:
         answers: every answer, in row order.
         anchors: blocks that were drafted.
-        mean_acceptance: mean acceptance length over all of them (each token of an answer is an anchor once).
+        mean_acceptance: mean acceptance length over all of them.
         accuracy: for position 1, 2, ... K-1 the share of right tokens; None where no answer is that long.
         accuracy_given_prefix: the same over blocks whose earlier positions are all right.
         accepted: share of blocks whose first k positions are all right.
@@ -97,6 +100,7 @@ def simulate(
     block_size: int,
     states: Callable[[Sequence[int]], Tensor] | None = None,
     limits: Sequence[int] | None = None,
+    every_anchor: bool = True,
     max_anchors: int | None = None,
     progress: Callable[[int], None] = lambda rows: None,
 ) -> SimulatedAcceptance:
@@ -109,6 +113,8 @@ def simulate(
         states: row indices to their tapped states [B, L, T * H], padded on the right; null: the target is run.
         limits: for each row the length at which decoding would be cut (prompt + max_new_tokens). Near it
             DFlash drafts shorter blocks, and so does this. Null: far away.
+        every_anchor: draft at every token of an answer, else only where decoding would: the fewer, the better
+            the drafter is.
         max_anchors: at most this many anchors of an answer, evenly spaced; then there are no verify steps,
             and `tau` is None.
         progress: told the number of rows that are done.
@@ -126,7 +132,13 @@ def simulate(
     tally = _Tally(block_size)
     for group in _groups([len(i) for i in ids]):
         if any(row in by_row for row in group):
-            _draft_group(drafter, target, group, ids, by_row, states(group), block_size, tally)
+            drafting = _Group(drafter, target, group, ids, states(group), block_size, tally)
+            own = [answer for row in group for answer in by_row.get(row, [])]
+            if every_anchor:
+                drafting.draft([(answer, anchor) for answer in own for anchor in answer.anchors()])
+            else:
+                while blocks := [(answer, answer.at) for answer in own if answer.at < answer.end]:
+                    drafting.draft(blocks)
         progress(len(group))
     return tally.result(answers)
 
@@ -145,6 +157,14 @@ class _Answer:
     max_anchors: int | None
     lengths: dict[int, int] = field(default_factory=dict)
 
+    @property
+    def at(self) -> int:
+        """Where the walk has come to."""
+        at = self.start
+        while at in self.lengths:
+            at += self.lengths[at]
+        return at
+
     def anchors(self) -> list[int]:
         """Tokens that a block may start from: all but the last, which nothing follows."""
         every = list(range(self.start, self.end))
@@ -154,8 +174,8 @@ class _Answer:
         return [every[int(i * step)] for i in range(self.max_anchors)]
 
     def steps(self) -> list[int] | None:
-        """Walk through the answer as greedy decoding does."""
-        if len(self.lengths) < self.end - self.start:
+        """Walk through the answer as greedy decoding does; None where the walk came to a token without a block."""
+        if self.at < self.end:
             return None
         steps, at = [], self.start
         while at < self.end:
@@ -212,68 +232,63 @@ def _stretches(mask: Sequence[int]) -> Iterator[tuple[int, int]]:
 # --- the batched pass -------------------------------------------------------------------------------------
 
 
-def _draft_group(
-    drafter: Any,
-    target: Target,
-    group: Sequence[int],
-    ids: Sequence[Tensor],
-    by_row: dict[int, list[_Answer]],
-    target_hidden: Tensor,
-    block_size: int,
-    tally: _Tally,
-) -> None:
-    """Draft at all anchors of some rows; blocks of one size together, a bounded number at a time."""
-    tokens = pad_sequence([ids[i] for i in group], batch_first=True).to(target.device)
-    target_hidden = target_hidden.to(target.device, next(drafter.parameters()).dtype)
-    sized: dict[int, list[tuple[int, _Answer, int]]] = {}
-    for place, row in enumerate(group):
-        for answer in by_row.get(row, []):
-            for anchor in answer.anchors():
-                sized.setdefault(min(block_size, answer.limit - anchor), []).append((place, answer, anchor))
-    for size, found in sized.items():
-        if size < 2:
-            continue
-        per_pass = max(1, BLOCK_POSITIONS // size)
-        for begin in range(0, len(found), per_pass):
-            blocks = found[begin : begin + per_pass]
-            drafted = _draft(drafter, target, tokens, target_hidden, [(p, a) for p, _, a in blocks], size)
-            rows = torch.tensor([p for p, _, _ in blocks], device=tokens.device)
-            anchors = torch.tensor([a for _, _, a in blocks], device=tokens.device)
-            ends = torch.tensor([answer.end for _, answer, _ in blocks], device=tokens.device)
-            where = anchors[:, None] + torch.arange(1, size, device=tokens.device)
-            supervised = where <= ends[:, None]
-            right = drafted == tokens[rows[:, None], where.clamp_max(tokens.shape[1] - 1)]
-            matching = (right & supervised).long().cumprod(dim=1).sum(dim=1)
-            # The target's own next token comes on top, unless the answer ends before.
-            lengths = torch.minimum(matching + 1, ends - anchors)
-            tally.add(right, supervised, lengths)
-            for (_, answer, anchor), length in zip(blocks, lengths.tolist()):
-                answer.lengths[anchor] = length
+class _Group:
+    """Some rows with the target's states of them, at whose tokens blocks are drafted."""
 
+    def __init__(
+        self, drafter: Any, target: Target, group: Sequence[int], ids: Sequence[Tensor], states: Tensor,
+        block_size: int, tally: _Tally,
+    ) -> None:  # fmt: skip
+        self.drafter, self.target, self.block_size, self.tally = drafter, target, block_size, tally
+        self.place = {row: place for place, row in enumerate(group)}
+        self.tokens = pad_sequence([ids[i] for i in group], batch_first=True).to(target.device)
+        self.states = states.to(target.device, next(drafter.parameters()).dtype)
 
-def _draft(
-    drafter: Any, target: Target, tokens: Tensor, target_hidden: Tensor, blocks: Sequence[tuple[int, int]], size: int
-) -> Tensor:
-    """Greedy draft tokens [M, size - 1] of blocks given by (place of the row, anchor)."""
-    device = tokens.device
-    counts = [0] * len(tokens)
-    columns = []
-    for place, _ in blocks:
-        columns.append(counts[place])
-        counts[place] += 1
-    rows = torch.tensor([place for place, _ in blocks], device=device)
-    column = torch.tensor(columns, device=device)
-    anchors = torch.zeros(len(tokens), max(counts), dtype=torch.long, device=device)
-    keep = torch.zeros_like(anchors, dtype=torch.bool)
-    anchors[rows, column] = torch.tensor([anchor for _, anchor in blocks], device=device)
-    keep[rows, column] = True
-    noise_ids = torch.full((*anchors.shape, size), drafter.mask_token_id, dtype=torch.long, device=device)
-    noise_ids[..., 0] = tokens.gather(1, anchors)
-    scale = float(_draft_value(drafter.config, "input_embedding_scale", 1.0))
-    noise = torch.nn.functional.embedding(noise_ids, target.embedding) * scale
-    hidden = drafter_hidden(drafter, noise.to(target_hidden.dtype), target_hidden, anchors, keep)
-    hidden = hidden[rows, column, 1:].to(target.embedding.dtype)
-    return drafter.compute_logits(hidden, _output_head(target.model)).argmax(dim=-1)
+    def draft(self, blocks: Sequence[tuple[_Answer, int]]) -> None:
+        """Draft at anchors and note the accepted lengths; blocks of one size together, a bounded number at a time."""
+        sized: dict[int, list[tuple[_Answer, int]]] = {}
+        for answer, anchor in blocks:
+            sized.setdefault(min(self.block_size, answer.limit - anchor), []).append((answer, anchor))
+        for size, found in sized.items():
+            per_pass = max(1, BLOCK_POSITIONS // size)
+            for begin in range(0, len(found), per_pass):
+                self._pass(found[begin : begin + per_pass], size)
+
+    def _pass(self, blocks: Sequence[tuple[_Answer, int]], size: int) -> None:
+        device = self.tokens.device
+        rows = torch.tensor([self.place[answer.row] for answer, _ in blocks], device=device)
+        anchors = torch.tensor([anchor for _, anchor in blocks], device=device)
+        ends = torch.tensor([answer.end for answer, _ in blocks], device=device)
+        where = anchors[:, None] + torch.arange(1, size, device=device)
+        supervised = where <= ends[:, None]
+        right = (
+            self._tokens(rows, anchors, size) == self.tokens[rows[:, None], where.clamp_max(self.tokens.shape[1] - 1)]
+        )
+        matching = (right & supervised).long().cumprod(dim=1).sum(dim=1)
+        # The target's own next token comes on top, unless the answer ends before.
+        lengths = torch.minimum(matching + 1, ends - anchors)
+        self.tally.add(right, supervised, lengths)
+        for (answer, anchor), length in zip(blocks, lengths.tolist()):
+            answer.lengths[anchor] = length
+
+    def _tokens(self, rows: Tensor, anchors: Tensor, size: int) -> Tensor:
+        """[M, size - 1] greedy drafts of blocks given by the place of their row and their anchor."""
+        counts = [0] * len(self.tokens)
+        columns = []
+        for place in rows.tolist():
+            columns.append(counts[place])
+            counts[place] += 1
+        column = torch.tensor(columns, device=rows.device)
+        at = torch.zeros(len(self.tokens), max(counts), dtype=torch.long, device=rows.device)
+        keep = torch.zeros_like(at, dtype=torch.bool)
+        at[rows, column], keep[rows, column] = anchors, True
+        noise_ids = torch.full((*at.shape, size), self.drafter.mask_token_id, dtype=torch.long, device=rows.device)
+        noise_ids[..., 0] = self.tokens.gather(1, at)
+        scale = float(_draft_value(self.drafter.config, "input_embedding_scale", 1.0))
+        noise = torch.nn.functional.embedding(noise_ids, self.target.embedding) * scale
+        hidden = drafter_hidden(self.drafter, noise.to(self.states.dtype), self.states, at, keep)
+        hidden = hidden[rows, column, 1:].to(self.target.embedding.dtype)
+        return self.drafter.compute_logits(hidden, _output_head(self.target.model)).argmax(dim=-1)
 
 
 def _own_states(drafter: Any, target: Target, ids: Sequence[Tensor]) -> Tensor:
