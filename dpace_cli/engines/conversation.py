@@ -72,7 +72,9 @@ class Conversation:
         cut = completion.finish_reason == "length"
         self.truncated |= cut
         if cut and self.options.truncated == "drop":
-            self._drop_open_turn(f"the answer was cut off at {self.options.max_new_tokens} tokens")
+            self._end()
+            if not self.turns:
+                self.error, self.dropped = f"the answer was cut off at {self.options.max_new_tokens} tokens", True
             return
         keep_ids = completion.reasoning is None or self.options.keep_reasoning
         self.turns.append(
@@ -96,7 +98,7 @@ class Conversation:
             self._next += 1
         replies = (message := self._source(self._next)) is not None and message["role"] == "tool"
         if not self.options.multi_turn or ((replies or calls) and not (replies and _same_calls(calls, wanted))):
-            self._over = True
+            self._end()
             return
         self._advance()
 
@@ -118,15 +120,14 @@ class Conversation:
             else:
                 self.history.append(message)
             self._next += 1
-        self._over = not self.history or self.history[-1]["role"] not in ("user", "tool")
+        if not self.history or self.history[-1]["role"] not in ("user", "tool"):
+            self._end()
 
-    def _drop_open_turn(self, reason: str) -> None:
-        """End after the last whole answer; without one, the row is left out."""
+    def _end(self) -> None:
+        """Nothing more is asked; what stands after the last answer goes."""
+        self._over = True
         while self.history and self.history[-1]["role"] != "assistant":
             self.history.pop()
-        self._over = True
-        if not self.turns:
-            self.error, self.dropped = reason, True
 
 
 def _same_calls(calls: list[dict[str, Any]] | None, wanted: list[dict[str, Any]] | None) -> bool:
