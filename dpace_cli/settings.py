@@ -171,7 +171,7 @@ def _parse(text: str) -> Any:
 def _merge(values: dict[str, Any], new: Mapping[str, Any], origin: str, origins: Origins, prefix: str = "") -> None:
     for key, value in new.items():
         dotted = f"{prefix}{key}"
-        if dotted == "train.objective":
+        if dotted == "train.objective" and isinstance(value, str):
             value = objective_from_name(value)
         if isinstance(value, dict) and not _is_free_form(dotted):
             named = value.get("name")

@@ -1,0 +1,97 @@
+"""The command line: exit codes, where output goes, which run a command works on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer.testing
+
+from dpace_cli.cli import app
+
+runner = typer.testing.CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def sharegpt(tmp_path) -> Path:
+    turns = [{"from": "human", "value": "What is 2 + 2?"}, {"from": "gpt", "value": "4"}]
+    path = tmp_path / "sharegpt.json"
+    path.write_text(json.dumps([{"id": "a", "conversations": turns}, {"id": "b", "conversations": []}]))
+    return path
+
+
+def test_json_is_one_object_on_standard_output_and_nothing_else(sharegpt):
+    done = runner.invoke(app, ["prep", "sharegpt", str(sharegpt), "--output", "out.jsonl", "--json"])
+    assert done.exit_code == 0
+    result = json.loads(done.stdout)
+    assert (result["read"], result["kept"], result["partial"]) == (2, 1, False)
+    assert result["read"] == result["kept"] + sum(result["rejected"].values())
+    assert "runs/run" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["prep", "sharegpt", "missing.json"], "missing.json"),
+        (["train", "--loss", "dpase"], "did you mean dpace"),
+        (["train", "--loss", "dflash", "--alpha", "0.5"], "dflash takes no alpha"),
+        (["train", "train.learning_rat=1"], "train.learning_rate"),
+        (["train", "--config", "missing.yaml"], "missing.yaml"),
+        (["run"], "--preset"),
+        (["run", "--preset", "nope"], "no preset"),
+        (["bench"], "has no checkpoint"),
+        (["bench", "--checkpoint", "nowhere"], "nowhere"),
+        (["train", "--target", "nowhere/at/all", "--data", "x.jsonl"], "x.jsonl"),
+        (["regen", "--nonsense"], "nonsense"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2_and_no_traceback(arguments, message):
+    done = runner.invoke(app, arguments)
+    assert done.exit_code == 2, done.stderr
+    assert message in done.stderr.replace("\n", " ") and "Traceback" not in done.stderr
+
+
+def test_a_command_works_on_the_newest_run_and_says_which(sharegpt, monkeypatch):
+    for name in ("first", "second"):
+        runner.invoke(app, ["config", "init", f"{name}.yaml"])
+        done = runner.invoke(app, ["prep", "sharegpt", str(sharegpt), "--config", f"{name}.yaml", f"name={name}"])
+        assert done.exit_code == 0, done.stderr
+    done = runner.invoke(app, ["prep", "sharegpt", str(sharegpt)])
+    assert "runs/second" in done.stderr
+    monkeypatch.setenv("DPACE_RUN", "runs/first")
+    done = runner.invoke(app, ["prep", "sharegpt", str(sharegpt), "--json"])
+    assert json.loads(done.stdout)["output"].startswith("runs/first/")
+
+
+def test_config_commands():
+    assert runner.invoke(app, ["config", "init", "my.yaml", "--preset", "demo"]).exit_code == 0
+    assert runner.invoke(app, ["config", "init", "my.yaml"]).exit_code == 2
+    shown = runner.invoke(app, ["config", "show", "--config", "my.yaml", "train.seed=7", "--json"])
+    result = json.loads(shown.stdout)
+    assert result["config"]["train"]["seed"] == 7 and result["origins"]["train.seed"] == "command line"
+    schema = json.loads(runner.invoke(app, ["config", "schema"]).stdout)
+    assert "train" in schema["properties"]
+
+
+def test_objectives_are_listed():
+    done = runner.invoke(app, ["objectives", "--json"])
+    names = json.dumps(json.loads(done.stdout))
+    for name in ("dpace", "dflash", "topk-prefix", "accept-rate", "accept-until-fail", "lk", "dpakl"):
+        assert name in names
+
+
+def test_a_full_disk_is_said_plainly(sharegpt):
+    done = runner.invoke(app, ["prep", "sharegpt", str(sharegpt), "--output", "/dev/full/out.jsonl"])
+    assert done.exit_code == 1 and "/dev/full" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_version():
+    from dpace_cli import __version__
+
+    assert runner.invoke(app, ["--version"]).stdout.strip() == f"dpace {__version__}"
