@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests run side by side, one a core
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 CHATML = (
