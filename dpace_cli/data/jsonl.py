@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonlines
 import orjson
 
 from dpace_cli.errors import RunError, UsageError
@@ -21,10 +22,13 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         UsageError: the file is missing, or a line is not a JSON object; the line is named.
     """
     try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _parse(line, path, number)
+        with jsonlines.open(path) as reader:
+            yield from reader.iter(type=dict, skip_empty=True)
+    except jsonlines.InvalidLineError as error:
+        what = f"{path}, line {error.lineno}: not a JSON object ({error.line.strip()[:80]!r})"
+        raise UsageError(what, "`dpace prep jsonl` reads damaged files") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 ({error})", "`dpace prep jsonl` reads damaged files") from None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
 
@@ -40,18 +44,6 @@ def encode_line(row: dict[str, Any]) -> bytes:
         return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
     except TypeError:  # surrogates, integers beyond 64 bits, more than 254 levels
         return (json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
-
-
-def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UsageError(
-            f"{path}, line {number}: not JSON ({error})", "`dpace prep jsonl` reads damaged files"
-        ) from None
-    if not isinstance(row, dict):
-        raise UsageError(f"{path}, line {number}: holds a {type(row).__name__}, not an object")
-    return row
 
 
 class RowLog:
