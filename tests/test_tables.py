@@ -311,3 +311,15 @@ def test_checkpoints_of_one_training_are_a_trajectory():
     made.append(CheckpointWeights("y", "dflash", 0, 20, 4, 4.0, 0.5, 1, []))
     assert {name: [c.step for c in own] for name, own in trajectories(made).items()} == {"dpace-seed0": [10, 30]}
     assert [(c.arm, c.step) for c in last_of_each(made)] == [("dpace", 30), ("dflash", 20)]
+
+
+def test_only_differences_whose_interval_excludes_zero_are_bold():
+    def arm(name, shifts):
+        return record([prompt(i, [4 + shift], 1.0, 2.0) for i, shift in enumerate(shifts)], name)
+
+    reference, better = arm("dflash", [0] * 12), arm("dpace", [1, 2] * 6)
+    noise = arm("dpakl", [1, -1] * 6)
+    table = catalog.differences(only([reference, better, noise], "dflash"))
+    bold = {(table.rows[row][0], table.columns[column].full_name) for row, column in table.best}
+    assert ("dpace", "tau difference") in bold
+    assert ("dpakl", "tau difference") not in bold

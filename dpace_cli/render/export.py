@@ -129,7 +129,7 @@ def html_table(table: Table) -> str:
     below = "".join(f'<p class="note">{_h(note)}</p>' for note in table.notes)
     return (
         f'<div class="scroll" role="region" tabindex="0" aria-labelledby="{label}">'
-        f'<table><caption id="{label}">{_h(table.title)}</caption>'
+        f'<table><caption id="{label}"><span>{_h(table.title)}</span></caption>'
         f"<thead>{head}</thead><tbody>{body}</tbody></table></div>{below}\n"
     )
 

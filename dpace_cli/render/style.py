@@ -64,6 +64,7 @@ section { margin: 3.25rem 0; }
 .scroll { overflow-x: auto; margin: 1.5rem 0 0.5rem; }
 table { border-collapse: collapse; font-size: 0.9rem; line-height: 1.4; }
 caption { text-align: left; font-weight: 600; padding-bottom: 0.5rem; font-size: 1rem; }
+caption span { display: inline-block; max-width: calc(100vw - 2.5rem); }
 th, td { padding: 0.3rem 0.8rem 0.3rem 0; text-align: right; white-space: nowrap; vertical-align: baseline; }
 th:last-child, td:last-child { padding-right: 0.2rem; }
 thead th { color: var(--muted); font-weight: 500; border-bottom: 1px solid var(--line); vertical-align: bottom; }
