@@ -167,6 +167,13 @@ def needs_target(objective: _Objective) -> bool:
     return objective.needs_target or getattr(objective, "needs_target_logits", False)
 
 
+def caution(objective: _Objective) -> str:
+    """What to know before training with an objective; empty where there is nothing to say."""
+    if getattr(objective, "alpha", None) == 0:
+        return f"alpha is 0: without smoothing, {objective.name} stalls near a kept length of one token; try 0.3 to 0.7"
+    return ""
+
+
 def objective_from_name(value: Any) -> Any:
     """`dpace` for `{name: dpace}`, and `package.module:function` for a custom objective."""
     if isinstance(value, str):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -185,6 +186,26 @@ def test_every_objective_says_rightly_whether_it_needs_the_target(objective: obj
     assert objective.formula and objective.source
 
 
+def documentation() -> str:
+    return (Path(__file__).parent.parent / "docs" / "objectives.md").read_text()
+
+
+def test_the_weights_in_the_documentation_are_those_of_the_tool() -> None:
+    rows = re.findall(r"^\| (`dpace`, alpha 0.5, q = ([\d.]+)|`dflash`, gamma 4) \|(.+)\|$", documentation(), re.M)
+    supervised = torch.ones(1, 7, dtype=torch.bool)
+    assert len(rows) == 4
+    for _, q, figures in rows:
+        weights = (
+            dpace_weights(torch.full((1, 7), float(q)).log(), supervised, 0.5) if q else decay_weights(supervised, 4)
+        )
+        assert [f"{value:.2f}" for value in weights[0].tolist()] == [figure.strip() for figure in figures.split("|")]
+
+
+def test_every_objective_is_documented() -> None:
+    for kind in config.OBJECTIVES:
+        assert kind is config.Custom or f"| `{kind.model_fields['name'].default}` |" in documentation()
+
+
 # --- a function of the user's own ------------------------------------------------------------------------
 
 
@@ -290,6 +311,25 @@ def test_own_function_that_returns_nonsense_is_an_error_that_names_it(
     with pytest.raises(error, match=message) as caught:
         objective.terms(supervised=torch.ones(2, 3, dtype=torch.bool), logq=logq)
     assert f"{own_module}:{name}" in caught.value.message
+
+
+def test_the_function_in_the_documentation_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = re.findall(r"```python\n(def focal.+?)```", documentation(), re.S)
+    (tmp_path / "my_losses.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_losses", raising=False)
+    logq = torch.tensor([[-1.0, -3.0]], requires_grad=True)
+    objective = make_objective(custom("my_losses", "focal", params={"power": 3}))
+    terms = objective.terms(supervised=torch.ones(1, 2, dtype=torch.bool), logq=logq)
+    expected = [[(1 - math.exp(-1)) ** 3, (1 - math.exp(-3)) ** 3]]
+    torch.testing.assert_close(terms.weights, torch.tensor(expected))
+
+
+def test_unsmoothed_training_is_cautioned_against() -> None:
+    for kind in (config.Dpace, config.DpaceCumulative, config.DpaceContinuation, config.Dpakl):
+        assert "alpha is 0" in config.caution(kind(alpha=0)) and not config.caution(kind())
+    assert not config.caution(config.Dflash())
 
 
 def test_a_module_that_is_not_there_is_named() -> None:
