@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
 from dpace_cli import console
 from dpace_cli.config import DEMO_TARGET, Config
 from dpace_cli.data.benchmarks import dataset_name, load_prompts
@@ -106,7 +109,25 @@ class LaunchCommands:
     vllm_baseline: str
 
 
-def launch_commands(config: Config, checkpoints: Sequence[CheckpointRef]) -> list[LaunchCommands]:
+@dataclass(frozen=True)
+class LaunchPlan:
+    """The launch commands of some checkpoints; on a terminal, lines to copy."""
+
+    commands: list[LaunchCommands]
+
+    def __rich_console__(self, console: Console, _options: ConsoleOptions) -> RenderResult:
+        for each in self.commands:
+            for name, words in (
+                ("sglang", "SGLang, with this drafter"), ("sglang_baseline", "SGLang, without (--baseline-url)"),
+                ("vllm", "vLLM, with this drafter"), ("vllm_baseline", "vLLM, without (--baseline-url)"),
+            ):  # fmt: skip
+                # Printed here and not yielded, because what is yielded is cut to the terminal's width.
+                console.print(Text(f"# {each.checkpoint}: {words}"), soft_wrap=True)
+                console.print(Text(getattr(each, name)), soft_wrap=True)
+        return iter(())
+
+
+def launch_commands(config: Config, checkpoints: Sequence[CheckpointRef]) -> LaunchPlan:
     """The exact commands for each checkpoint; nothing is started.
 
     SGLang's `--speculative-num-draft-tokens` counts the anchor of a block, vLLM's `num_speculative_tokens`
@@ -133,7 +154,7 @@ def launch_commands(config: Config, checkpoints: Sequence[CheckpointRef]) -> lis
             vllm=shlex.join([*vllm, "--speculative-config", json.dumps(speculation), "--port", "8000"]),
             vllm_baseline=shlex.join([*vllm, "--port", "8001"]),
         ))  # fmt: skip
-    return found
+    return LaunchPlan(found)
 
 
 def _engine(config: Config, checkpoints: Sequence[CheckpointRef], root: Path) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
 import threading
@@ -11,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from bench_models import checkpoint, new_drafter
+from rich.console import Console
 
 from dpace_cli import bench
 from dpace_cli.config import Config, TargetConfig
@@ -278,7 +280,8 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="11"} 7.0
 
 def test_the_launch_commands_count_draft_tokens_as_each_server_does(refs):
     config = Config.model_validate({"target": {"path": "Qwen/Qwen3-4B", "dtype": "bfloat16", "revision": "abc"}})
-    [found] = bench.launch_commands(config, refs)
+    plan = bench.launch_commands(config, refs)
+    [found] = plan.commands
     path = str(refs[0].path)
     sglang, vllm = shlex.split(found.sglang), shlex.split(found.vllm)
     assert sglang[:3] == ["python", "-m", "sglang.launch_server"]
@@ -290,3 +293,7 @@ def test_the_launch_commands_count_draft_tokens_as_each_server_does(refs):
     assert speculation == {"method": "dflash", "model": path, "num_speculative_tokens": 5}
     assert "speculative" not in found.sglang_baseline + found.vllm_baseline
     assert "--dtype bfloat16" in found.sglang_baseline
+    out = Console(width=40, file=io.StringIO())
+    out.print(plan)
+    lines = out.file.getvalue().splitlines()
+    assert {found.sglang, found.sglang_baseline, found.vllm, found.vllm_baseline} <= set(lines), "whole, to be copied"
