@@ -32,7 +32,10 @@ GROUP_TOKENS = 4096
 """Tokens of rows that are handled together, padding included."""
 
 BLOCK_POSITIONS = 16384
-"""Drafted positions in one pass of the drafter; bounds its activations and logits."""
+"""Drafted positions in one pass of the drafter; bounds its activations."""
+
+LOGITS = 2**26
+"""Logits that are held at once: 256 MB in float32, whatever the vocabulary."""
 
 Row = tuple[Sequence[int], Sequence[int]]
 """input_ids and loss_mask of a conversation; a stretch of ones is an answer, its end token included."""
@@ -288,7 +291,9 @@ class _Group:
         noise = torch.nn.functional.embedding(noise_ids, self.target.embedding) * scale
         hidden = drafter_hidden(self.drafter, noise.to(self.states.dtype), self.states, at, keep)
         hidden = hidden[rows, column, 1:].to(self.target.embedding.dtype)
-        return self.drafter.compute_logits(hidden, _output_head(self.target.model)).argmax(dim=-1)
+        head = _output_head(self.target.model)
+        parts = hidden.split(max(1, LOGITS // (len(self.target.embedding) * size)))
+        return torch.cat([self.drafter.compute_logits(part, head).argmax(dim=-1) for part in parts])
 
 
 def _own_states(drafter: Any, target: Target, ids: Sequence[Tensor]) -> Tensor:
