@@ -22,27 +22,28 @@ import time
 from pathlib import Path
 from typing import Any
 
+SMOLLM2 = (576, 49152, 4, 9, 3, 1536)
 CASES: dict[str, dict[str, Any]] = {
     # width, vocabulary, target layers, heads, key heads, MLP; rows, words of an answer; settings of train
-    "demo": {"model": (128, 768, 6, 4, 2, 384), "rows": 96, "words": 22, "steps": (3, 9),
+    "demo": {"model": (128, 768, 6, 4, 2, 384), "rows": 48, "words": 22, "steps": (2, 6),
              "train": {"batch_size": 16, "num_anchors": 24, "block_size": 16, "max_length": 256}},
-    "smollm2": {"model": (576, 49152, 6, 9, 3, 1536), "rows": 24, "words": 115, "steps": (2, 5),
-                "train": {"batch_size": 2, "num_anchors": 64, "block_size": 8, "max_length": 512}},
-    "smollm2-uncached": {"model": (576, 49152, 6, 9, 3, 1536), "rows": 24, "words": 115, "steps": (2, 5),
-                         "train": {"batch_size": 2, "num_anchors": 64, "block_size": 8, "max_length": 512,
-                                   "cache": "none"}},
-    "more-anchors": {"model": (576, 49152, 6, 9, 3, 1536), "rows": 24, "words": 115, "steps": (2, 4),
-                     "train": {"batch_size": 2, "num_anchors": 128, "block_size": 8, "max_length": 512}},
-    "long": {"model": (576, 49152, 6, 9, 3, 1536), "rows": 12, "words": 235, "steps": (2, 4),
+    "smollm2": {"model": SMOLLM2, "rows": 8, "words": 115, "steps": (1, 4),
+                "train": {"batch_size": 1, "num_anchors": 64, "block_size": 8, "max_length": 512}},
+    "uncached": {"model": SMOLLM2, "rows": 8, "words": 115, "steps": (1, 4),
+                 "train": {"batch_size": 1, "num_anchors": 64, "block_size": 8, "max_length": 512,
+                           "cache": "none"}},
+    "anchors": {"model": SMOLLM2, "rows": 8, "words": 115, "steps": (1, 4),
+                "train": {"batch_size": 1, "num_anchors": 128, "block_size": 8, "max_length": 512}},
+    "long": {"model": SMOLLM2, "rows": 4, "words": 235, "steps": (1, 3),
              "train": {"batch_size": 1, "num_anchors": 128, "block_size": 16, "max_length": 1024}},
-    "five-layers": {"model": (320, 8192, 12, 5, 5, 960), "rows": 24, "words": 115, "steps": (2, 5),
-                    "train": {"batch_size": 4, "num_anchors": 48, "block_size": 12, "max_length": 512,
-                              "num_draft_layers": 5}},
-    "bfloat16": {"model": (576, 49152, 6, 9, 3, 1536), "rows": 24, "words": 115, "steps": (2, 4),
-                 "train": {"batch_size": 2, "num_anchors": 64, "block_size": 8, "max_length": 512,
+    "layers": {"model": (320, 8192, 12, 5, 5, 960), "rows": 8, "words": 115, "steps": (1, 4),
+               "train": {"batch_size": 4, "num_anchors": 48, "block_size": 12, "max_length": 512,
+                         "num_draft_layers": 5}},
+    "bfloat16": {"model": SMOLLM2, "rows": 8, "words": 115, "steps": (1, 3),
+                 "train": {"batch_size": 1, "num_anchors": 64, "block_size": 8, "max_length": 512,
                            "compute_dtype": "bfloat16"}},
-    "lk": {"model": (576, 49152, 6, 9, 3, 1536), "rows": 24, "words": 115, "steps": (2, 4),
-           "train": {"batch_size": 2, "num_anchors": 64, "block_size": 8, "max_length": 512,
+    "lk": {"model": SMOLLM2, "rows": 8, "words": 115, "steps": (1, 3),
+           "train": {"batch_size": 1, "num_anchors": 64, "block_size": 8, "max_length": 512,
                      "objective": "lk"}},
 }  # fmt: skip
 
@@ -56,7 +57,11 @@ def main() -> None:
         case, folder, steps = options.child
         print(json.dumps(child(CASES[case], Path(folder), int(steps))))
         return
-    print(json.dumps({name: measure(name) for name in options.case or CASES}, indent=2))
+    found = {}
+    for name in options.case or CASES:
+        found[name] = measure(name)
+        print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
+    print(json.dumps(found, indent=2))
 
 
 def measure(name: str) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from dpace_cli.config import Config
 
 FLOAT32 = 4
 
-PROCESS_BYTES = {"cpu": 500 << 20, "cuda": 500 << 20}
-"""Memory of a Python process with PyTorch, Transformers and DFlash imported, before any model (measured)."""
+PROCESS_BYTES = 500 << 20
+"""Memory of a Python process with PyTorch, Transformers and DFlash at work, without any model (measured on a CPU)."""
 
 ATTENTION_ROWS = {"cpu": 512, "cuda": 128}
 """Query rows of one product in `attention.py`: blocks that share it share the longest of their contexts."""
@@ -199,7 +199,7 @@ def memory(s: Shapes, peak: Batch, ranks: int, cached_tokens: float) -> dict[str
     """
     drafter = s.drafter_parameters * FLOAT32
     parts = {
-        "process": PROCESS_BYTES.get(s.device, PROCESS_BYTES["cpu"]),
+        "process": PROCESS_BYTES,
         "target": s.target_parameters * s.target_bytes,
         "drafter": drafter + (s.drafter_parameters * s.compute_bytes if s.compute_bytes < FLOAT32 else 0),
         "gradients": drafter * (2 if ranks > 1 else 1),

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from dpace_cli import attention
 from dpace_cli import estimate as sizing
 from dpace_cli.config import Config, TargetConfig
+from dpace_cli.data import audit
 from dpace_cli.data.audit import audit_rows
 from dpace_cli.data.batches import TrainingRow, collate
 from dpace_cli.estimate import Batch, Rates, Rows
@@ -281,6 +282,19 @@ def test_rows_are_measured_as_the_training_reads_them(tiny_target, answered_rows
     assert found.most_anchors == max(len(row.candidates) for row in rows)
     assert found.supervised == pytest.approx(np.mean(supervised))
     assert found.cut == sum(len(row.input_ids) == 140 for row in rows) > 0
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 3000), st.integers(1, 40))
+def test_a_sample_of_a_file_is_spread_over_it(tmp_path, count, size):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n\n".join(str(number) for number in range(count)) + "\n")
+    found, lines = audit._sample(file, size)
+    places = [int(line) for _, line in lines]
+    assert found == count and len(places) == min(count, size) and places == sorted(set(places)) and places[0] == 0
+    assert all(number == 2 * place + 1 for (number, _), place in zip(lines, places))
+    gaps = np.diff([*places, count])
+    assert max(gaps, default=0) <= 4 * max(1, count / size)
 
 
 def test_a_real_target_is_estimated_from_its_files(tiny_target):

@@ -179,11 +179,21 @@ def _stored_turns(stored: Path, fingerprint: str) -> dict[str, Any]:
 
 
 def _sample(path: Path, size: int) -> tuple[int, list[tuple[int, bytes]]]:
-    """The number of non-blank lines, and at most `size` of them, evenly spread, with their line numbers."""
-    count = sum(1 for _ in _lines(path))
-    step = max(1, count // size)
-    chosen = [line for place, line in enumerate(_lines(path)) if place % step == 0][:size]
-    return count, chosen
+    """The number of non-blank lines, and at most `size` of them, evenly spread, with their line numbers.
+
+    Read once and in bounded memory: every `step`-th line is held, and `step` doubles when too many are.
+    """
+    step, count = 1, 0
+    held: list[tuple[int, bytes]] = []
+    for line in _lines(path):
+        if count % step == 0:
+            held.append(line)
+            if len(held) > 2 * size:
+                held, step = held[::2], 2 * step
+        count += 1
+    if len(held) > size:
+        held = [held[place * len(held) // size] for place in range(size)]
+    return count, held
 
 
 def _head(path: Path, size: int) -> list[tuple[int, bytes]]:
