@@ -86,7 +86,7 @@ class BenchmarkPrompts:
             prompt = _Prompt(name, set(_runs(found)))
             # Pieces of letters alone come first: a copy may put other marks around a word.
             order = sorted(set(text.split()), key=lambda p: (not p.isalpha(), counts[p], -len(p), p))
-            for form in {form for piece in order[:_ANCHORS] for form in (piece, piece.lower())}:
+            for form in {form for piece in order[:_ANCHORS] for form in (piece, piece.lower(), piece.upper())}:
                 rare[form].append(prompt)
         self._rare = dict(rare)
         self._texts.clear()
