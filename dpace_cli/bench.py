@@ -19,10 +19,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from dpace_cli import console
-from dpace_cli.config import DEMO_TARGET, Config
+from dpace_cli.config import Config
 from dpace_cli.data.benchmarks import dataset_name, load_prompts
-from dpace_cli.demo import target_path
-from dpace_cli.engines.measure_base import Done, block_size_of
+from dpace_cli.engines.measure_base import Done, block_size_of, target_name
 from dpace_cli.errors import UsageError
 from dpace_cli.records import CheckpointRef, RunFolder, read_json
 from dpace_cli.results import BenchRecord
@@ -136,7 +135,7 @@ def launch_commands(config: Config, checkpoints: Sequence[CheckpointRef]) -> Lau
     Raises:
         UsageError: a checkpoint's config cannot be read.
     """
-    location = str(target_path()) if config.target.path == DEMO_TARGET else config.target.path
+    location = target_name(config)
     options = ["--revision", config.target.revision] if config.target.revision else []
     options += ["--dtype", config.target.dtype] if config.target.dtype != "auto" else []
     options += ["--trust-remote-code"] if config.target.trust_remote_code else []

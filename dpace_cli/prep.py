@@ -315,10 +315,10 @@ class _Work:
             line["row"] = raw.data.decode(errors="replace")
         try:
             encoded = encode_line(line)
-        except UnicodeEncodeError:
-            encoded = encode_line(without_surrogates(line))
-        except RecursionError:
-            encoded = encode_line({**line, "row": raw.data.decode(errors="replace")})
+        except (UnicodeEncodeError, RecursionError):
+            # As text: halves of characters stay in it as escapes, and it may be as deep as it likes.
+            text = raw.data.decode(errors="replace") or json.dumps(without_surrogates(raw.value))
+            encoded = encode_line(without_surrogates({"reason": reason, **place, "row": text}))
         self._rejects.write(encoded)
 
     # --- what needs the target's tokenizer ---

@@ -30,7 +30,7 @@ class ChatServer:
         delay_s: time that an answer takes.
         slow_s: time that the fault "slow" takes, to be longer than the client's patience.
         edit: changes a good answer before it is sent.
-        models: names that it lists; None: 404 at /models.
+        models: names that it lists; a number: it answers /models with that status.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ChatServer:
         delay_s: float = 0.0,
         slow_s: float = 2.0,
         edit: Callable[[dict[str, Any], dict[str, Any]], None] = lambda body, answer: None,
-        models: tuple[str, ...] | None = ("tiny",),
+        models: tuple[str, ...] | int = ("tiny",),
         port: int = 0,
     ) -> None:
         self.fault, self.delay_s, self.slow_s, self.edit, self.models = fault, delay_s, slow_s, edit, models
@@ -104,8 +104,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         models = self.owner.models
-        if models is None:
-            self._send(404, {"error": {"message": "no such page"}})
+        if isinstance(models, int):
+            self._send(models, {"error": {"message": f"refused with {models}"}})
         else:
             self._send(200, {"object": "list", "data": [{"id": m, "object": "model"} for m in models]})
 

@@ -210,13 +210,14 @@ def test_a_refused_prompt_is_reported_and_the_others_count(settings, refs, tmp_p
     assert result.results[0].errors == 2, "without the first turn there is no second"
 
 
-@pytest.mark.parametrize(("status", "hint"), [(401, "OPENAI_API_KEY"), (404, "target.path")])
+@pytest.mark.parametrize(("status", "hint"), [(401, "OPENAI_API_KEY"), (404, "target.path"), (422, "bench.engine")])
 def test_a_refusal_of_every_request_ends_the_bench(settings, refs, tmp_path, status, hint):
     with StandIn("sglang", True) as server:
         server.fail = {"One?": status, "Two?": status, "Three?": status}
         with pytest.raises(RunError) as caught:
             run(settings, refs, tmp_path / "bench", engine="sglang", base_url=server.url)
-    assert str(status) in caught.value.message and hint in caught.value.hint
+    assert f"{status} " in caught.value.message and "refused: " in caught.value.message
+    assert hint in caught.value.hint
     assert not list((tmp_path / "bench").rglob("*.json"))
 
 
@@ -228,7 +229,7 @@ def test_a_slow_server_times_out_by_prompt(settings, refs, tmp_path):
 def test_an_unreachable_server_is_one_clear_error(settings, refs, tmp_path):
     with StandIn("vllm", True) as server:
         url = server.url
-    with pytest.raises(RunError, match="cannot be asked") as caught:
+    with pytest.raises(RunError, match="cannot be reached") as caught:
         run(settings, refs, tmp_path / "bench", engine="vllm", base_url=url)
     assert url in caught.value.message and "--dry-run" in caught.value.hint
     with pytest.raises(UsageError, match="none is named"):

@@ -317,6 +317,22 @@ def test_evaluation_gives_the_same_sums_without_a_gradient(objective: Any) -> No
     assert torch.equal(evaluated.divisor, trained.divisor)
 
 
+def test_probabilities_are_exact_for_a_large_vocabulary() -> None:
+    """Plain float32 sums over 60,000 exponentials miss by 1e-5; the gradient would not sum to zero."""
+    torch.manual_seed(0)
+    head = torch.randn(60_000, 4) * 3
+    hidden = torch.randn(6, 1, 4, requires_grad=True)
+    y = torch.randint(60_000, (6, 1))
+    output = objective_head(
+        hidden, head, y, torch.ones(6, 1, dtype=torch.bool), config.Dflash(gamma=None),
+        num_sequences=1, block_size=2, chunk_tokens=4,
+    )  # fmt: skip
+    exact = -(hidden.double() @ head.double().t()).log_softmax(-1).gather(-1, y[..., None]).sum()
+    assert output.loss_sum.item() == pytest.approx(exact.item(), rel=5e-7)
+    gradients = [torch.autograd.grad(loss, hidden)[0] for loss in (output.loss_sum, exact)]
+    assert relative(*gradients) < 2e-6
+
+
 class _Largest(TorchDispatchMode):
     """Remembers the largest tensor that any operation returned."""
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dpace_cli import regen
 from dpace_cli.config import Config, RegenConfig
 from dpace_cli.data.tokens import encode_row, encode_stored
-from dpace_cli.engines.base import Completion
+from dpace_cli.engines.base import Completion, Request
 from dpace_cli.engines.conversation import Conversation
-from dpace_cli.errors import RunError, UsageError
+from dpace_cli.errors import Interrupted, RunError, UsageError
 from dpace_cli.modeling.target import tokenizer_fingerprint
 from dpace_cli.records import RunFolder
 
@@ -306,6 +309,74 @@ def test_what_a_kill_may_leave_is_mended(tmp_path: Path, tiny_target: Path, cut:
     (folder / "tokens.jsonl").write_bytes(b"".join(tokens[:6]) + (tokens[6][:20] if torn else b""))
     assert run(config(tiny_target), tmp_path, prompts).done == 8
     assert contents(folder) == whole
+
+
+class Grouped:
+    """An engine whose answers name everything that was asked with them, as roundings would.
+
+    Args:
+        stops: completions after which it breaks off, each time that it is used.
+    """
+
+    name, fingerprint, group_rows = "grouped", None, 3
+
+    def __init__(self, stops: list[int]) -> None:
+        self.stops, self.given = stops, 0
+
+    def complete(self, requests: Iterator[Request | None]) -> Iterator[Completion]:
+        while True:
+            batch, more = [], False
+            for request in requests:
+                if request is None:
+                    more = True
+                    break
+                batch.append(request)
+            if not more and not batch:
+                return
+            company = " ".join(f"{r.id}/{len(r.messages)}" for r in batch)
+            for request in batch:
+                if self.stops and self.given == self.stops[0]:
+                    self.stops.pop(0)
+                    raise Interrupted(15)
+                self.given += 1
+                broken = request.id.endswith("8")
+                yield Completion(request.id, text=company, finish_reason="stop", error="no" if broken else None)
+            if not more:
+                return
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        self.given = 0
+
+
+@given(stops=st.lists(st.integers(0, 40), max_size=4), base=st.integers(0, 9))
+@settings(max_examples=60, deadline=None)
+def test_rows_are_answered_in_the_same_company_however_often_the_work_is_broken_off(
+    stops: list[int], base: int
+) -> None:
+    def work(folder: Path, prompts: Path, stops: list[int], limit: int | None) -> None:
+        engine = Grouped(stops)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(regen, "make_engine", lambda config: engine)
+            plain = Config.model_validate({"regen": {"limit": limit, "batch_size": 3}})
+            while True:
+                with contextlib.suppress(Interrupted):
+                    regen.run(plain, RunFolder(folder), data=prompts)
+                    return
+
+    with tempfile.TemporaryDirectory() as root:
+        prompts = write_prompts(Path(root) / "p.jsonl", 23)
+        ends = []
+        for name, breaks in (("broken", stops), ("whole", [])):
+            if base:  # some rows were done by an earlier, finished run
+                work(Path(root) / name, prompts, [], base)
+            work(Path(root) / name, prompts, list(breaks), None)
+            ends.append(contents(Path(root) / name / "regen"))
+        assert ends[0] == ends[1]
+        assert sorted(json.loads(line)["id"] for line in ends[0]["errors.jsonl"].splitlines()) == ["row-18", "row-8"]
+        assert ends[0]["train.jsonl"].count(b"\n") == 21
 
 
 # --- one conversation ------------------------------------------------------------------------------------

@@ -231,9 +231,14 @@ def test_the_models_name_is_found_or_must_be_given(tmp_path: Path) -> None:
             run(settings(server), tmp_path, prompts)
         run(settings(server, served_model="b"), tmp_path, prompts)
         assert {body["model"] for body in server.bodies} == {"b"}
-    with ChatServer(models=None) as unlisted:
-        run(settings(unlisted, served_model="c"), tmp_path / "other", prompts)
-        assert {body["model"] for body in unlisted.bodies} == {"c"}
+    for status in (404, 500):  # `transformers serve` answers 500 where there is no cache of models to list
+        with ChatServer(models=status) as unlisted:
+            with pytest.raises(UsageError, match="0 models"):
+                run(settings(unlisted), tmp_path / str(status), prompts)
+            run(settings(unlisted, served_model="c"), tmp_path / str(status), prompts)
+            assert {body["model"] for body in unlisted.bodies} == {"c"}
+    with ChatServer(models=401) as closed, pytest.raises(UsageError, match="refused with 401"):
+        run(settings(closed, served_model="c"), tmp_path / "closed", prompts)
 
 
 def test_what_a_request_carries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

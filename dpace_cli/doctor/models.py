@@ -162,7 +162,7 @@ def _fit_checkpoint(setup: Setup, path: Path) -> Iterator[Check]:
 
 def checkpoint(setup: Setup, path: Path) -> Iterator[Check]:
     """What each program that reads a checkpoint finds in it; the lines that launch them go into the setup."""
-    reports = check_checkpoint(path, setup.config.target.path, setup.text, setup.tokenizer)
+    reports = check_checkpoint(path, target_location(setup.config.target), setup.text, setup.tokenizer)
     setup.launch[str(path)] = {report.reader: report.launch for report in reports}
     for report in reports:
         yield from _report(path, report)

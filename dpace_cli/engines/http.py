@@ -40,6 +40,7 @@ SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 PROBE_TIMEOUT_S = 10.0
 
 _OF_THE_ROW = {400, 413, 422}  # the request is at fault: the next row may do better
+_NO_ENTRY = {401, 403}
 _OVERLOADED = {429, 502, 503, 504}
 _TRANSIENT = {408, 409, 425, 429}
 
@@ -314,8 +315,6 @@ class HttpEngine:
         found = await asyncio.gather(*(self._list_models(server) for server in self._servers), return_exceptions=True)
         reasons: dict[str, str] = {}
         for server, error in zip(self._servers, found):
-            if isinstance(error, _UselessServer) and self.options.served_model and str(error).startswith("404"):
-                continue  # it has no list of models, but the name is known
             if isinstance(error, _Retry | _UselessServer):
                 reasons[server.url] = str(error)
             elif error is not None:
@@ -332,18 +331,22 @@ class HttpEngine:
             return self.options.served_model
         names = sorted({name for server in self._servers for name in server.models})
         if len(names) != 1:
-            raise UsageError(
-                f"the servers list {len(names)} models ({', '.join(names[:10])})", "name one with regen.served_model"
-            )
+            listed = f" ({', '.join(names[:10])})" if names else ""
+            raise UsageError(f"the servers list {len(names)} models{listed}", "name one with regen.served_model")
         return names[0]
 
     async def _list_models(self, server: _Server) -> None:
+        """See whether a server is there; one that is there may have no list of its models."""
         try:
             listed = await asyncio.wait_for(server.client.models.list(), min(PROBE_TIMEOUT_S, self.options.timeout_s))
             server.models = [model.id for model in listed.data]
-        except (openai.APIError, httpx.HTTPError, TimeoutError, ValueError, TypeError, AttributeError) as error:
-            reason = _classify(error)
-            raise _UselessServer(str(reason)) if isinstance(reason, _RefusedRow) else reason from None
+        except openai.APIStatusError as error:
+            if error.status_code in _NO_ENTRY | _OVERLOADED:
+                raise _classify(error) from None
+        except (openai.APIError, httpx.HTTPError, TimeoutError) as error:
+            raise _classify(error) from None
+        except (ValueError, TypeError, AttributeError):
+            pass  # it sent no list
 
     def _server(self, url: str) -> _Server:
         parts = urlsplit(url)

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from dpace_cli import __version__, console
-from dpace_cli.config import Config
+from dpace_cli.config import DEMO_TARGET, Config
 from dpace_cli.data.benchmarks import BenchPrompt, PromptSet
 from dpace_cli.data.jsonl import RowLog, read_rows
+from dpace_cli.demo import target_path
 from dpace_cli.errors import RunError, UsageError
 from dpace_cli.records import CheckpointRef, file_sha256, read_json
 from dpace_cli.results import BenchRecord, PromptResult, prompt_result
@@ -158,6 +159,11 @@ def new_record(
 def block_size_of(drafter: dict[str, Any], asked: int | None) -> int:
     """The block size that is asked for, else that of a drafter's config, found where DFlash finds it."""
     return asked or int((drafter.get("dflash_config") or {}).get("block_size", drafter.get("block_size", 16)))
+
+
+def target_name(config: Config) -> str:
+    """What a server calls the target, where it was given no other name: the hub id or the folder."""
+    return str(target_path()) if config.target.path == DEMO_TARGET else config.target.path
 
 
 def record_path(root: Path, ref: CheckpointRef, refs: Sequence[CheckpointRef], name: str) -> Path:

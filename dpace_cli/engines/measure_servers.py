@@ -33,6 +33,7 @@ from dpace_cli.engines.measure_base import (
     new_record,
     record_path,
     request_seed,
+    target_name,
     utc_now,
     warn_of_other_training,
 )
@@ -42,8 +43,10 @@ from dpace_cli.records import CheckpointRef
 from dpace_cli.results import Decoded, PromptResult
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
-_STOPS_ALL = (401, 403, 404)
+_STOPS_ALL = (401, 403, 404, 422)
 """Answers that every further request would get too."""
+
+_HINTS = {404: "check target.path and the address", 422: "is it the server that bench.engine names?"}
 
 _COUNTERS = {"vllm:spec_decode_num_drafts": "drafts", "vllm:spec_decode_num_accepted_tokens": "accepted"}
 _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
@@ -102,28 +105,24 @@ class ServerBench:
         return Pending(record_path(self.root, ref, self.refs, name), record, {"urls": self.urls})
 
     def _check_servers(self, job: Pending) -> None:
-        """Is each server there, and does it speculate as it should?
+        """Which model does each server serve, and does it speculate as it should?
 
         Raises:
-            RunError: a server cannot be reached or does not say which model it serves.
+            RunError: a server serves several models and none of them is the target.
         """
         for arm, url in self.urls.items():
             if arm not in self._models:
                 facts = probe(url, self.api_key)
-                if facts.error:
-                    raise RunError(
-                        f"the {arm} server at {url} cannot be asked: {facts.error}",
-                        "start it (`dpace bench --dry-run` prints how), or correct the address",
-                    )
                 self._models[arm] = self._model(facts)
                 self._warn(arm, facts, job.record.block_size)
 
     def _model(self, facts: ServerFacts) -> str:
         """The name that requests use: the only one that is served, or the target's own."""
+        own = target_name(self.config)
         if len(facts.models) == 1:
             return facts.models[0]
-        if self.config.target.path in facts.models or not facts.models:
-            return self.config.target.path
+        if own in facts.models or not facts.models:
+            return own
         raise RunError(f"the server at {facts.url} serves {', '.join(facts.models)}", "name one of them as target.path")
 
     def _warn(self, arm: str, facts: ServerFacts, block_size: int) -> None:
@@ -252,19 +251,19 @@ class ServerBench:
                 max_tokens=max_tokens or self.bench.max_new_tokens, extra_body=extra,
             )  # fmt: skip
         except openai.APIStatusError as error:
-            reason = f"{error.status_code} {' '.join(str(error.message).split())[:300]}"
+            reason = f"{error.status_code} {' '.join(error.response.text.split())[:300]}"
             if error.status_code in _STOPS_ALL:
                 raise RunError(
                     f"the {arm} server at {self.urls[arm]} refuses requests: {reason}",
-                    f"a key is read from {API_KEY_VARIABLE}" if error.status_code != 404 else "check target.path",
+                    _HINTS.get(error.status_code, f"the API key is read from {API_KEY_VARIABLE}"),
                 ) from None
             return Answer(0, None, error=reason)
         except openai.APITimeoutError:
             return Answer(0, None, error=f"no answer within {self.bench.timeout_s:g} s")
         except openai.APIConnectionError as error:
             raise RunError(
-                f"the {arm} server at {self.urls[arm]} is gone: {error.__cause__ or error}",
-                "start it again, then run the same command again",
+                f"the {arm} server at {self.urls[arm]} cannot be reached: {error.__cause__ or error}",
+                "start it (`dpace bench --dry-run` prints how), then run the same command again",
             ) from None
         return _answer(response.model_dump(), time.perf_counter() - begin)
 
