@@ -353,7 +353,8 @@ def run_all(
     if config is None and preset is None and run is None:
         raise UsageError("`dpace run` needs --preset NAME, --config FILE or --run FOLDER", "try --preset demo")
     loaded, folder = open_run(config, preset, run, {}, overrides)
-    return stage.run(loaded, folder)
+    result, reported = stage.run(loaded, folder)
+    return result if json_output else reported
 
 
 @command(app)

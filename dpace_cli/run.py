@@ -36,9 +36,11 @@ class RunResult:
     report: dict[str, str]
 
 
-def run(config: Config, folder: RunFolder) -> RunResult:
+def run(config: Config, folder: RunFolder) -> tuple[RunResult, report.ReportResult]:
     """Do what is left of prep, regen, train, bench, report and weights.
 
+    Returns:
+        The run in short, and its report with every table.
     Raises:
         DpaceError: what a stage raises; the same command goes on from there.
     """
@@ -61,7 +63,7 @@ def run(config: Config, folder: RunFolder) -> RunResult:
         run=str(folder), arms=reported.arms, paired=_paired(arms, trained), report=reported.files
     )  # fmt: skip
     write_json(folder / "report" / "run.json", result)
-    return result
+    return result, reported
 
 
 def _prep(config: Config, folder: RunFolder) -> Any:

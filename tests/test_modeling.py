@@ -126,7 +126,7 @@ def test_tied_and_untied_heads_are_the_targets_own(tmp_path):
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 8192,
             }
-        ),  # fmt: skip
+        ),
         Qwen3Config(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     ],
 )

@@ -35,7 +35,7 @@ def small(*overrides: str) -> Config:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[RunFolder, run.RunResult]:
     folder = RunFolder(tmp_path_factory.mktemp("runs") / "demo")
-    return folder, run.run(small(), folder)
+    return folder, run.run(small(), folder)[0]
 
 
 def test_every_stage_leaves_its_files(finished):

@@ -40,8 +40,8 @@ def configured(target: Path, data: Path, *overrides: str) -> Config:
 
 
 def command(target: Path, data: Path, run: Path, *overrides: str) -> list[str]:
-    return [sys.executable, "-m", "dpace_cli", "train", "--json", "--run", str(run), "--target", str(target), "--data", str(data),
-            *SMALL, *overrides]  # fmt: skip
+    where = ["--run", str(run), "--target", str(target), "--data", str(data)]
+    return [sys.executable, "-m", "dpace_cli", "train", "--json", *where, *SMALL, *overrides]
 
 
 def arm(run: Path) -> Path:

@@ -332,9 +332,13 @@ def _decompressed(hashed: _Hashed) -> Any:
 def _layout(head: bytes) -> str:
     """How a file that begins with `head` is laid out."""
     text = head.lstrip()
+    first, newline, rest = text.partition(b"\n")
     if text.startswith(b"["):
-        return "array"
-    first, newline, _ = text.partition(b"\n")
+        # An array, unless whole objects follow line by line: then a first row that is a list, or damaged.
+        second, ended, _ = rest.lstrip().partition(b"\n")
+        second = second.strip()
+        listed = first.strip() != b"[" and ended and second.startswith(b"{") and second.endswith(b"}")
+        return "lines" if listed and _parses(second) else "array"
     if not newline or _parses(first):
         return "lines"
     end = _row_end(text, 0)
