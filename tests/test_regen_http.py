@@ -159,6 +159,16 @@ def test_failures_without_an_answer_between_them_stop_the_run_and_the_next_one_g
     assert answers_by_id(tmp_path).keys() == {f"row-{n}" for n in range(90)}
 
 
+def test_rows_that_failed_before_do_not_stop_the_next_run_by_failing_again(tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", 2 * http.GIVE_UP_AFTER + 4)
+    with ChatServer(lambda body, earlier: "400" if body["messages"][0]["content"][-3] in "02468" else None) as server:
+        config = settings(server, concurrency=1)
+        for resumed in (0, http.GIVE_UP_AFTER + 2):
+            result = run(config, tmp_path, prompts)
+            assert (result.done, result.errors) == (http.GIVE_UP_AFTER + 2, http.GIVE_UP_AFTER + 2)
+            assert result.resumed == resumed
+
+
 def test_a_refusing_server_is_left_out_where_another_one_works(tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", 20)
     with ChatServer(lambda body, earlier: "401") as bad, ChatServer() as good:

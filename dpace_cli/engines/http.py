@@ -37,7 +37,7 @@ GIVE_UP_AT_START = 5
 """The same, for rows that are refused for good while nothing has been answered yet."""
 
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
-PROBE_TIMEOUT_S = 10.0
+PROBE_TIMEOUT_S = 30.0
 
 _OF_THE_ROW = {400, 413, 422}  # the request is at fault: the next row may do better
 _NO_ENTRY = {401, 403}
