@@ -27,6 +27,7 @@ from dpace_cli.errors import UsageError
 CHUNK_BYTES = 1 << 20
 MAX_ROW_BYTES = 32 << 20
 """A longer row is refused: holding it would break the memory bound."""
+_LOOK_LINES = 50
 _SHOWN_BYTES = 1000
 """What is shown of a row that is too large."""
 
@@ -332,14 +333,15 @@ def _decompressed(hashed: _Hashed) -> Any:
 def _layout(head: bytes) -> str:
     """How a file that begins with `head` is laid out."""
     text = head.lstrip()
-    first, newline, rest = text.partition(b"\n")
+    first, _, rest = text.partition(b"\n")
+    # JSONL is what has a value a line, even where the first row is a list or damaged. (The last line may go on.)
+    lines = [line for line in rest.split(b"\n")[:_LOOK_LINES] if line.strip()][: rest.count(b"\n")]
+    whole = sum(line.lstrip()[:1] in (b"{", b"[") and _parses(line) for line in lines)
+    if first.strip() != b"[" and whole > len(lines) / 3:
+        return "lines"
     if text.startswith(b"["):
-        # An array, unless whole objects follow line by line: then a first row that is a list, or damaged.
-        second, ended, _ = rest.lstrip().partition(b"\n")
-        second = second.strip()
-        listed = first.strip() != b"[" and ended and second.startswith(b"{") and second.endswith(b"}")
-        return "lines" if listed and _parses(second) else "array"
-    if not newline or _parses(first):
+        return "array"
+    if not rest or _parses(first):
         return "lines"
     end = _row_end(text, 0)
     if end is None:
