@@ -55,7 +55,7 @@ def test_arms_are_paired_and_compared_with_the_first(finished):
     assert (first["arm"], second["arm"]) == ("dflash", "dpace")
     for arm in result.arms:
         for dataset in ("demo-math", "demo-code"):
-            measured = next(m for m in arm["results"] if m["dataset"] == dataset)
+            measured = arm["datasets"][dataset]
             assert measured["tau"] >= 1 and measured["sr"] > 0 and measured["lossless"] == 1.0
     for name in ("delta_tau", "delta_sr"):
         assert second[name]["low"] <= second[name]["value"] <= second[name]["high"]

@@ -78,7 +78,7 @@ def test_training_lowers_the_loss_and_leaves_a_dflash_checkpoint(tiny_target, an
     metrics = tmp_path / "train" / "dflash-seed0" / "metrics.jsonl"
     first, _, last = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert last["loss"] < 0.92 * first["loss"]
-    assert last["accuracy"] > 1.2 * first["accuracy"]
+    assert last["accuracy"] > 1.1 * first["accuracy"]
     assert result.steps == 60 and math.isfinite(result.loss) and result.tokens_per_s > 0
     drafter = DFlashDraftModel.from_pretrained(result.checkpoint)
     assert drafter.block_size == 4
