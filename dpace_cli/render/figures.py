@@ -32,8 +32,8 @@ class Figure:
 
 def look_of(sections: Sequence[Section]) -> Look:
     """One colour for each arm, whatever the section; the reference's is grey."""
-    names = [section.name_of(arm) for section in sections for arm in section.arms]
-    return Look(tuple(dict.fromkeys(names)))
+    names = tuple(dict.fromkeys(section.name_of(arm) for section in sections for arm in section.arms))
+    return Look(names if len(names) > 1 else ("", *names))  # an arm alone is no reference
 
 
 def section_figures(section: Section, look: Look) -> list[Figure]:

@@ -197,7 +197,7 @@ def histograms(
     def draw() -> Figure:
         columns = min(len(arms), 3)
         rows = -(-len(arms) // columns)
-        figure = Figure(figsize=(7.2 if columns > 1 else 5, 0.5 + 2.1 * rows), layout="constrained")
+        figure = Figure(figsize=(7.2, 0.5 + 2.1 * rows), layout="constrained")
         panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
         first = next(iter(arms.values()))
         for axes, (arm, shares) in zip(panels, arms.items()):
