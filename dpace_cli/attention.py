@@ -33,6 +33,7 @@ class BlockLayout:
     Attributes:
         block_index: [M] place of each packed block among the B x N blocks, by sequence and then by anchor.
         context_index: [C] place of each packed context row among the B x S rows.
+        context_positions: [C] position of each packed context row in its sequence.
         anchors: [M] the block's anchor, which is also how many context rows it sees.
         begin: [M] packed row where the context of its sequence begins.
         spans: for each sequence with a kept block: its first block, the block after its last, its first
@@ -41,6 +42,7 @@ class BlockLayout:
 
     block_index: Tensor
     context_index: Tensor
+    context_positions: Tensor
     anchors: Tensor
     begin: Tensor
     spans: tuple[tuple[int, int, int, tuple[int, ...]], ...]
@@ -48,18 +50,22 @@ class BlockLayout:
     _groups: dict[int, list[Group]] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def make(cls, anchors: Tensor, keep: Tensor, context_length: int) -> BlockLayout:
-        """Lay out the kept blocks.
+    @torch.compiler.disable
+    def make(
+        cls, anchors: Tensor, keep: Tensor, context_length: int, device: torch.device | None = None
+    ) -> BlockLayout:
+        """Lay out the kept blocks. This reads the anchors, so give them on the CPU where they are there already.
 
         Args:
             anchors: [B, N] int64.
             keep: [B, N] bool.
             context_length: S, context rows of a sequence.
+            device: where the layout is used; null: where the anchors are.
         """
-        device = anchors.device
+        device = device or anchors.device
         at, kept = anchors.cpu(), keep.cpu()
         number = at.shape[1]
-        blocks, contexts, spans, begins = [], [], [], []
+        blocks, positions, contexts, spans, begins = [], [], [], [], []
         first_block = first_row = 0
         for sequence in range(at.shape[0]):
             own = kept[sequence].nonzero()[:, 0]
@@ -69,7 +75,8 @@ class BlockLayout:
             own_anchors = tuple(at[sequence, own].tolist())
             spans.append((first_block, first_block + len(own), first_row, own_anchors))
             blocks.append(own + sequence * number)
-            contexts.append(torch.arange(own_anchors[-1]) + sequence * context_length)
+            positions.append(torch.arange(own_anchors[-1]))
+            contexts.append(positions[-1] + sequence * context_length)
             begins.append(torch.full((len(own),), first_row))
             first_block, first_row = first_block + len(own), first_row + own_anchors[-1]
         empty = torch.zeros(0, dtype=torch.long)
@@ -77,6 +84,7 @@ class BlockLayout:
         return cls(
             block_index.to(device),
             context_index.to(device),
+            torch.cat([empty, *positions]).to(device),
             at.reshape(-1)[block_index].to(device),
             torch.cat([empty, *begins]).to(device),
             tuple(spans),
@@ -123,6 +131,7 @@ class Group(NamedTuple):
     mask: Tensor
 
 
+@torch.compiler.disable
 def block_attention(
     q: Tensor,
     k_context: Tensor,

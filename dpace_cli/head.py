@@ -57,7 +57,8 @@ def objective_head(
     """Loss of all blocks, with its gradient, in one pass.
 
     Args:
-        hidden: [n, K - 1, H] drafter's output at the drafted positions.
+        hidden: [n, K - 1, H] drafter's output at the drafted positions, or [T, H] at the supervised ones alone,
+            in the order of `supervised`.
         head_weight: [V, H] the target's output projection, frozen.
         targets: [n, K - 1] int64, the target's token y.
         supervised: [n, K - 1] bool; other positions cost nothing.
@@ -65,7 +66,7 @@ def objective_head(
         num_sequences: sequences that the blocks are from, the divisor of `reduction: sequence`.
         block_size: K.
         chunk_tokens: positions whose logits are held at once.
-        target_hidden: [n, K - 1, H] the target's last hidden state, after its final norm, at the position
+        target_hidden: shaped as `hidden`; the target's last hidden state, after its final norm, at the position
             that predicts y. Only for objectives that need the target's distribution.
         target_head: [V, H]; null: head_weight.
         logit_scale: factor on the logits of drafter and target.
@@ -74,10 +75,12 @@ def objective_head(
     The products are made in the autocast type where autocast is on, else in the type of `hidden`;
     everything after them in float32. A tie for the most probable token counts as a hit.
     """
-    if hidden.shape[:2] != targets.shape or targets.shape != supervised.shape or targets.shape[1] != block_size - 1:
+    index = supervised.reshape(-1).nonzero()[:, 0]
+    places = targets.shape if hidden.ndim == 3 else index.shape
+    if hidden.shape[:-1] != places or targets.shape != supervised.shape or targets.shape[1] != block_size - 1:
         raise ValueError(
             f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)} and supervised {tuple(supervised.shape)}"
-            f" do not agree on [blocks, {block_size - 1}]"
+            f" do not agree on {block_size - 1} positions of a block"
         )
     chosen = make_objective(objective)
     if chosen.needs & set(FROM_TARGET) and target_hidden is None:
@@ -86,11 +89,10 @@ def objective_head(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     with torch.no_grad(), torch.autocast(device, enabled=False):
         scan = _Scan(chosen.needs, head_weight.to(dtype), logit_scale, softcap, with_gradient=hidden.requires_grad)
-        index = supervised.reshape(-1).nonzero()[:, 0]
         scan.run(
-            hidden.reshape(-1, hidden.shape[-1])[index].to(dtype),
+            _supervised_rows(hidden, index).to(dtype),
             targets.reshape(-1)[index],
-            target_hidden.reshape(-1, target_hidden.shape[-1])[index].to(dtype) if target_hidden is not None else None,
+            _supervised_rows(target_hidden, index).to(dtype) if target_hidden is not None else None,
             (head_weight if target_head is None else target_head).to(dtype),
             chunk_tokens,
         )
@@ -262,6 +264,11 @@ def _softmax(logits: Tensor, out: Tensor) -> _Softmax:
     return _Softmax(out, total, top - (highest / total).log(), top)
 
 
+def _supervised_rows(states: Tensor, index: Tensor) -> Tensor:
+    """[T, H] rows of [n, K - 1, H] states, or of states that are these rows already."""
+    return states.flatten(0, 1).index_select(0, index) if states.ndim == 3 else states
+
+
 def _spread(values: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
     """[T] values of the supervised positions to [n, K - 1], zero elsewhere."""
     return values.new_zeros(shape.numel()).index_copy_(0, index, values).view(shape)
@@ -280,14 +287,17 @@ def _apply(chosen: Any, quantities: dict[str, Tensor], with_gradient: bool) -> t
 
 
 def _gradient(rows: dict[str, Tensor], slopes: dict[str, Tensor], index: Tensor, hidden: Tensor) -> Tensor:
-    """[n, K - 1, H] derivative of the numerator by the hidden states."""
+    """Derivative of the numerator by the hidden states, in their shape and type."""
     total = None
     for name, slope in slopes.items():
         part = rows[name].mul_(slope.reshape(-1, 1)[index])
         total = part if total is None else total.add_(part)
-    gradient = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
-    if total is not None:
-        gradient.view(-1, hidden.shape[-1]).index_copy_(0, index, total.to(hidden.dtype))
+    if total is None:
+        return torch.zeros_like(hidden)
+    if hidden.ndim == 2:
+        return total.to(hidden.dtype)
+    gradient = torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    gradient.flatten(0, 1).index_copy_(0, index, total.to(hidden.dtype))
     return gradient
 
 

@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Config
 
 from dpace_cli.attention import BlockLayout, block_attention, flex_block_attention
 from dpace_cli.errors import UsageError
-from dpace_cli.modeling.drafter_forward import drafter_hidden
+from dpace_cli.modeling.drafter_forward import drafter_hidden, packed_hidden
 
 WIDTH, TAPS = 32, 3
 
@@ -113,6 +113,40 @@ def test_walk_equals_the_dense_mask_where_blocks_fill_several_groups() -> None:
     case = Batch(0, 2, 300, 70, 16)
     expected, out = case.dense(drafter), case.walk(drafter)
     torch.testing.assert_close(out[case.keep], expected[case.keep], rtol=1e-4, atol=1e-5)
+    assert largest_difference(case.gradients(drafter, out), case.gradients(drafter, expected)) < 1e-5
+
+
+def test_rows_that_are_asked_for_alone_have_the_same_outputs_and_gradients() -> None:
+    drafter = make_drafter(4)
+    case = Batch(1, 3, 40, 9, 4)
+    wanted = (torch.rand(case.noise.shape[:3]) < 0.6) & case.keep[..., None]
+    case.upstream = case.upstream * wanted[..., None]
+    layout = BlockLayout.make(case.anchors, case.keep, 40)
+    rows = wanted.flatten(0, 1)[layout.block_index].flatten().nonzero()[:, 0]
+    packed = packed_hidden(
+        drafter,
+        case.noise.flatten(0, 1)[layout.block_index],
+        case.context.flatten(0, 1)[layout.context_index],
+        layout,
+        rows,
+    )
+    out = torch.zeros(case.noise.shape).flatten(0, 1)
+    out[layout.block_index] = (
+        torch.zeros(len(layout.block_index) * 4, WIDTH).index_copy(0, rows, packed).view(-1, 4, WIDTH)
+    )
+    out = out.view(case.noise.shape)
+    expected = case.dense(drafter)
+    torch.testing.assert_close(out[wanted], expected[wanted], rtol=1e-4, atol=1e-5)
+    assert largest_difference(case.gradients(drafter, out), case.gradients(drafter, expected)) < 1e-5
+
+
+def test_the_walk_can_be_compiled_around_its_attention() -> None:
+    drafter = make_drafter(4)
+    case = Batch(2, 2, 30, 6, 4)
+    compiled = torch.compile(drafter_hidden, backend="aot_eager")
+    out = compiled(drafter, case.noise, case.context, case.anchors, case.keep)
+    expected = case.walk(drafter)
+    torch.testing.assert_close(out, expected)
     assert largest_difference(case.gradients(drafter, out), case.gradients(drafter, expected)) < 1e-5
 
 

@@ -32,30 +32,58 @@ def drafter_hidden(
     Raises:
         UsageError: the drafter has layers with a sliding window, dropout or convolutions.
     """
-    _check_kind(drafter)
     batch, number, positions, width = noise_embedding.shape
     layout = BlockLayout.make(anchors, keep, target_hidden.shape[1])
-    hidden = noise_embedding.reshape(-1, positions, width)[layout.block_index]
-    context = target_hidden.reshape(-1, target_hidden.shape[-1])[layout.context_index]
-    context = rms_norm(drafter.hidden_norm, drafter.fc(context))
-    offsets = torch.arange(positions, device=anchors.device)
+    hidden = packed_hidden(
+        drafter,
+        noise_embedding.flatten(0, 1)[layout.block_index],
+        target_hidden.flatten(0, 1)[layout.context_index],
+        layout,
+    )
+    out = hidden.new_zeros(batch * number, positions, width)
+    hidden = hidden.view(len(layout.block_index), positions, width)
+    return out.index_copy(0, layout.block_index, hidden).view(batch, number, positions, width)
+
+
+def packed_hidden(
+    drafter: nn.Module, noise_embedding: Tensor, target_hidden: Tensor, layout: BlockLayout, rows: Tensor | None = None
+) -> Tensor:
+    """The drafter's output at the positions that are asked for, from inputs that are packed already.
+
+    Args:
+        drafter: a `DFlashDraftModel`.
+        noise_embedding: [M, K, H] as in `drafter_hidden`, of the blocks `layout.block_index`.
+        target_hidden: [C, T * H] tapped states of the target at `layout.context_index`.
+        layout: where blocks and context stand.
+        rows: [R] places among the M x K positions; null: all. The last layer computes nothing for the others.
+    Returns:
+        [R, H].
+    Raises:
+        UsageError: the drafter has layers with a sliding window, dropout or convolutions.
+    """
+    _check_kind(drafter)
+    hidden = noise_embedding
+    context = rms_norm(drafter.hidden_norm, drafter.fc(target_hidden))
+    offsets = torch.arange(hidden.shape[1], device=hidden.device)
     rotations = (
         rotation(drafter.rotary_emb, layout.anchors[:, None] + offsets, hidden.dtype),
-        rotation(drafter.rotary_emb, layout.context_index % target_hidden.shape[1], hidden.dtype),
+        rotation(drafter.rotary_emb, layout.context_positions, hidden.dtype),
     )
-    for layer in drafter.layers:
+    for number, layer in enumerate(drafter.layers, 1):
         attended = _attend(layer.self_attn, rms_norm(layer.input_layernorm, hidden), context, rotations, layout)
-        hidden = hidden + attended
+        if number == len(drafter.layers):  # from here on no position sees another
+            attended, hidden = attended.flatten(0, 1), hidden.flatten(0, 1)
+            if rows is not None:
+                attended, hidden = attended.index_select(0, rows), hidden.index_select(0, rows)
+        hidden = hidden + layer.self_attn.o_proj(attended)
         hidden = hidden + layer.mlp(rms_norm(layer.post_attention_layernorm, hidden))
-    hidden = rms_norm(drafter.norm, hidden)
-    out = hidden.new_zeros(batch * number, positions, width)
-    return out.index_copy(0, layout.block_index, hidden).view(batch, number, positions, width)
+    return rms_norm(drafter.norm, hidden)
 
 
 def _attend(
     attention: nn.Module, hidden: Tensor, context: Tensor, rotations: tuple[Rotation, Rotation], layout: BlockLayout
 ) -> Tensor:
-    """Self-attention of a layer: [M, K, H] for hidden [M, K, H] and context [C, H]."""
+    """[M, K, Hq * D] what each position attends to, before the output projection; hidden [M, K, H], context [C, H]."""
     blocks, positions, _ = hidden.shape
     rows, width, group = len(context), attention.head_dim, attention.num_key_value_groups
 
@@ -75,7 +103,7 @@ def _attend(
     v_block = by_block(attention.v_proj(hidden)).contiguous()
     v_context = by_row(attention.v_proj(context))
     attended = block_attention(q, k_context, v_context, k_block, v_block, layout, attention.scaling)
-    return attention.o_proj(attended.permute(1, 3, 0, 2, 4).flatten(2))
+    return attended.permute(1, 3, 0, 2, 4).flatten(2)
 
 
 def _check_kind(drafter: nn.Module) -> None:
