@@ -140,6 +140,9 @@ def test_a_permanent_error_of_every_row_stops_early_with_the_servers_message(
         with pytest.raises(RunError, match=f"refused with {code}"):
             run(settings(server), tmp_path, prompts)
         assert sum(server.asked.values()) <= most
+        server.fault = lambda body, earlier: None
+        mended = run(settings(server, max_new_tokens=17), tmp_path, prompts)
+    assert (mended.done, mended.errors) == (80, 0)  # nothing was answered, so that other settings are no matter
 
 
 def test_failures_without_an_answer_between_them_stop_the_run_and_the_next_one_goes_on(tmp_path: Path) -> None:

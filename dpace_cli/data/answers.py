@@ -102,24 +102,23 @@ class Answers:
             UsageError: there are answers that were made otherwise, from other prompts, or by something else.
         """
         filled = [path for path in (self.rows, self.tokens, self.errors) if path.exists() and path.stat().st_size]
-        self._before = read_json(self.manifest) if self.manifest.exists() else None
-        if not filled:
-            self._before = None
-            return
+        before = read_json(self.manifest) if self.manifest.exists() else None
         reason = None
-        if self._before is None:
-            reason = f"{filled[0]} was not written by `dpace regen`"
-        elif "settings" not in self._before or "plan" not in self._before:
+        if before is None:
+            reason = f"{filled[0]} was not written by `dpace regen`" if filled else None
+        elif "settings" not in before or "plan" not in before:
             reason = f"{self.manifest} is not one of `dpace regen`"
-        elif changed := _changes(self._before["settings"], settings):
+        elif changed := _changes(before["settings"], settings):
             reason = f"{self.rows} was made with other settings ({changed})"
-        elif self._before["plan"]["input_sha256"] != prompts.sha256 and (row_id := self._other_prompt(prompts)):
+        elif before["plan"]["input_sha256"] != prompts.sha256 and (row_id := self._other_prompt(prompts)):
             reason = f"{self.rows} holds row {row_id!r}, which is not in {prompts.path} or asks something else there"
         if reason is None:
+            self._before = before
             return
-        if not overwrite:
+        nothing_answered = before is not None and self.rows not in filled
+        if not overwrite and not nothing_answered:
             raise UsageError(reason, "choose another output, or pass regen.overwrite=true to answer all rows anew")
-        self._before, self._replace = None, True
+        self._replace = True
 
     def finished(self, prompts: Prompts, plan: Mapping[str, Any]) -> dict[str, Any] | None:
         """The result of the run that did just this, if nothing of it is left to do."""
