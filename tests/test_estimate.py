@@ -139,7 +139,7 @@ def test_activations_are_what_the_forward_pass_keeps(target, change):
     shape = make_shapes(config)
     gradient = 4 * step.blocks.supervised[..., 1:].numel() * 64  # the head's gradient, counted with the head
     states = 4 * step.states.numel()
-    assert sizing.kept_for_backward(shape, step.batch) == pytest.approx(measured - gradient - states, rel=0.1)
+    assert sizing.kept_for_backward(shape, step.batch) == pytest.approx(measured - gradient - states, rel=0.05)
     assert loss.requires_grad
 
 
@@ -175,7 +175,7 @@ def test_a_checkpoint_on_disk_has_the_size_that_is_said(target, tmp_path):
     }
     save_checkpoint(tmp_path / "step", drafter, {}, moments)
     written = sum(file.stat().st_size for file in (tmp_path / "step").iterdir())
-    assert sizing.checkpoint_bytes(make_shapes(config)) == pytest.approx(written, rel=0.1)
+    assert sizing.checkpoint_bytes(make_shapes(config)) == pytest.approx(written, rel=0.05)
 
 
 def test_only_a_disk_cache_takes_disk():
@@ -197,7 +197,7 @@ def test_products_are_those_that_a_step_does(target, change):
     with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
         step.forward().backward()
     counted = sizing.products(make_shapes(config), step.batch)
-    assert counted["head"] + counted["drafter"] == pytest.approx(counter.get_total_flops(), rel=0.1)
+    assert counted["head"] + counted["drafter"] == pytest.approx(counter.get_total_flops(), rel=0.06)
 
 
 def test_the_heads_products_are_two(target):
