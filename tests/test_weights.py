@@ -22,6 +22,7 @@ from dpace_cli.modeling.checkpoint import load_drafter, save_checkpoint
 from dpace_cli.modeling.drafter import build_drafter, drafter_config
 from dpace_cli.modeling.target import load_target
 from dpace_cli.records import file_sha256, to_json, write_json
+from dpace_cli.stats import Bootstrap, correlate
 
 BLOCK, ALPHA = 5, 0.4
 
@@ -95,7 +96,7 @@ def brute_force(config, target, path, anchors_of):
                     if there[j]:
                         total += math.prod((1 - ALPHA) * q[i] + ALPHA for i in range(j + 1) if there[i])
                 own.append(total if there[k] else 0.0)
-            found.append((own, q, right, there))
+            found.append((own, q, right, there, number))
     return found
 
 
@@ -123,8 +124,8 @@ def test_every_figure_is_the_brute_force_one(setup):
         assert position.weight == pytest.approx(statistics.fmean(own[k] for own, *_ in here), rel=1e-4)
         assert position.share == pytest.approx(sum(own[k] for own, *_ in here) / total, rel=1e-4)
         assert position.confidence == pytest.approx(statistics.fmean(q[k] for _, q, *_ in here), rel=1e-4)
-        assert position.accuracy == pytest.approx(statistics.fmean(right[k] for _, _, right, _ in here))
-        assert position.accepted == pytest.approx(statistics.fmean(all(right[: k + 1]) for _, _, right, _ in whole))
+        assert position.accuracy == pytest.approx(statistics.fmean(right[k] for _, _, right, *_ in here))
+        assert position.accepted == pytest.approx(statistics.fmean(all(right[: k + 1]) for _, _, right, *_ in whole))
         assert position.decay == pytest.approx(math.exp(-k / (4 * BLOCK / 8)))
     # Blocks at the end of an answer are cut, so later positions have fewer.
     assert [p.blocks for p in found.positions] == sorted((p.blocks for p in found.positions), reverse=True)
@@ -140,14 +141,17 @@ def test_correlation_is_scipys_over_whole_blocks(setup):
     path = _lucky_checkpoint(config, target, root)
     found = weights.run(Config.model_validate(settings), [path], root / "train.jsonl", correlation=True).correlation
     blocks = [block for block in brute_force(config, target, path, every_anchor) if all(block[3])]
-    lengths = [next((k for k, ok in enumerate(right) if not ok), BLOCK - 1) for _, _, right, _ in blocks]
+    lengths = [next((k for k, ok in enumerate(right) if not ok), BLOCK - 1) for _, _, right, *_ in blocks]
     assert len(set(lengths)) > 1
     surrogate = [sum(math.prod(q[: k + 1]) for k in range(BLOCK - 1)) for _, q, *_ in blocks]
     assert found.blocks == len(blocks)
     assert found.surrogate.value == pytest.approx(scipy_stats.spearmanr(lengths, surrogate).statistic, abs=2e-3)
     plain = scipy_stats.spearmanr(lengths, [sum(q) for _, q, *_ in blocks]).statistic
     assert found.confidence_sum.value == pytest.approx(plain, abs=2e-3)
-    assert found.surrogate.low < found.surrogate.high
+    # The rows that are resampled are the rows that the blocks are from.
+    q, right, there, row = (np.array([block[part] for block in blocks]) for part in (1, 2, 3, 4))
+    oracle = correlate(q, right, there, row, Bootstrap(0.95, 199, 0)).surrogate
+    assert (found.surrogate.low, found.surrogate.high) == pytest.approx((oracle.low, oracle.high), abs=5e-4)
 
 
 def _lucky_checkpoint(config, target, root) -> Path:
