@@ -16,7 +16,7 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -266,10 +266,9 @@ class BenchRecord:
         Raises:
             RunError: the file cannot be written.
         """
-        head = {key: value for key, value in to_json(self).items() if key not in ("version", "prompts")}
-        lines = [f'  {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}' for key, value in
-                 {"version": self.version, **head}.items()]  # fmt: skip
-        prompts = ",\n    ".join(json.dumps(asdict(prompt), ensure_ascii=False) for prompt in self.prompts)
+        names = ["version", *(f.name for f in fields(self) if f.name not in ("version", "prompts"))]
+        lines = [f"  {json.dumps(n)}: {json.dumps(to_json(getattr(self, n)), ensure_ascii=False)}" for n in names]
+        prompts = ",\n    ".join(json.dumps(to_row(prompt), ensure_ascii=False) for prompt in self.prompts)
         with writing(path) as file:
             file.write("{\n" + ",\n".join(lines) + ',\n  "prompts": [\n    ' + prompts + "\n  ]\n}\n")
 
@@ -299,6 +298,13 @@ def prompt_result(row: dict[str, Any]) -> PromptResult:
     """A PromptResult from its JSON object."""
     arms = {arm: _make(Decoded, row[arm]) if row.get(arm) is not None else None for arm in ("baseline", "draft")}
     return _make(PromptResult, {**row, **arms})
+
+
+def to_row(result: PromptResult) -> dict[str, Any]:
+    """The JSON object of a PromptResult; as `dataclasses.asdict`, which copies every number of every list."""
+    arms = {arm: vars(decoded) if (decoded := getattr(result, arm)) is not None else None
+            for arm in ("baseline", "draft")}  # fmt: skip
+    return {**vars(result), **arms}
 
 
 def load_records(paths: Iterable[Path]) -> list[tuple[Path, BenchRecord]]:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +19,7 @@ from dpace_cli.data.jsonl import RowLog, read_rows
 from dpace_cli.demo import target_path
 from dpace_cli.errors import RunError, UsageError
 from dpace_cli.records import CheckpointRef, file_sha256, read_json
-from dpace_cli.results import BenchRecord, PromptResult, prompt_result
+from dpace_cli.results import BenchRecord, PromptResult, prompt_result, to_row
 
 Done = list[tuple[Path, BenchRecord]]
 """Records and their files."""
@@ -79,7 +79,7 @@ class Pending:
         """What the log keeps of one prompt."""
         return {
             "id": prompt.id, "key": self.record.key, "at": utc_now(), "seconds": seconds,
-            "results": [asdict(result) for result in results],
+            "results": [to_row(result) for result in results],
         }  # fmt: skip
 
     def finish(self, prompts: PromptSet, **more: Any) -> None:

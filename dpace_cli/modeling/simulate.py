@@ -24,8 +24,9 @@ from dflash.model import _draft_value, _output_head
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from dpace_cli.attention import BlockLayout
 from dpace_cli.modeling.capture import tapped_states
-from dpace_cli.modeling.drafter_forward import drafter_hidden
+from dpace_cli.modeling.drafter_forward import packed_hidden
 from dpace_cli.modeling.target import Target
 
 GROUP_TOKENS = 4096
@@ -259,14 +260,14 @@ class _Group:
 
     def _pass(self, blocks: Sequence[tuple[_Answer, int]], size: int) -> None:
         device = self.tokens.device
-        rows = torch.tensor([self.place[answer.row] for answer, _ in blocks], device=device)
+        places = [self.place[answer.row] for answer, _ in blocks]
+        rows = torch.tensor(places, device=device)
         anchors = torch.tensor([anchor for _, anchor in blocks], device=device)
         ends = torch.tensor([answer.end for answer, _ in blocks], device=device)
         where = anchors[:, None] + torch.arange(1, size, device=device)
         supervised = where <= ends[:, None]
-        right = (
-            self._tokens(rows, anchors, size) == self.tokens[rows[:, None], where.clamp_max(self.tokens.shape[1] - 1)]
-        )
+        actual = self.tokens[rows[:, None], where.clamp_max(self.tokens.shape[1] - 1)]
+        right = self._drafts(places, [anchor for _, anchor in blocks], size) == actual
         matching = (right & supervised).long().cumprod(dim=1).sum(dim=1)
         # The target's own next token comes on top, unless the answer ends before.
         lengths = torch.minimum(matching + 1, ends - anchors)
@@ -274,26 +275,33 @@ class _Group:
         for (answer, anchor), length in zip(blocks, lengths.tolist()):
             answer.lengths[anchor] = length
 
-    def _tokens(self, rows: Tensor, anchors: Tensor, size: int) -> Tensor:
+    def _drafts(self, places: Sequence[int], anchors: Sequence[int], size: int) -> Tensor:
         """[M, size - 1] greedy drafts of blocks given by the place of their row and their anchor."""
-        counts = [0] * len(self.tokens)
-        columns = []
-        for place in rows.tolist():
+        device, model = self.tokens.device, self.target.model
+        columns, counts = [], [0] * len(self.tokens)
+        for place in places:
             columns.append(counts[place])
             counts[place] += 1
-        column = torch.tensor(columns, device=rows.device)
-        at = torch.zeros(len(self.tokens), max(counts), dtype=torch.long, device=rows.device)
+        at = torch.zeros(len(self.tokens), max(counts), dtype=torch.long)
         keep = torch.zeros_like(at, dtype=torch.bool)
-        at[rows, column], keep[rows, column] = anchors, True
-        noise_ids = torch.full((*at.shape, size), self.drafter.mask_token_id, dtype=torch.long, device=rows.device)
-        noise_ids[..., 0] = self.tokens.gather(1, at)
+        at[places, columns], keep[places, columns] = torch.tensor(anchors), True
+        layout = BlockLayout.make(at, keep, self.states.shape[1], device)
+        noise_ids = torch.full((len(places), size), self.drafter.mask_token_id, dtype=torch.long, device=device)
+        noise_ids[:, 0] = self.tokens[layout.block_index // at.shape[1], layout.anchors]
         scale = float(_draft_value(self.drafter.config, "input_embedding_scale", 1.0))
         noise = torch.nn.functional.embedding(noise_ids, self.target.embedding) * scale
-        hidden = drafter_hidden(self.drafter, noise.to(self.states.dtype), self.states, at, keep)
-        hidden = hidden[rows, column, 1:].to(self.target.embedding.dtype)
-        head = _output_head(self.target.model)
-        parts = hidden.split(max(1, LOGITS // (len(self.target.embedding) * size)))
-        return torch.cat([self.drafter.compute_logits(part, head).argmax(dim=-1) for part in parts])
+        # The layout has an order of its own; the drafted positions are asked for in ours.
+        packed = torch.empty(at.numel(), dtype=torch.long, device=device)
+        packed[layout.block_index] = torch.arange(len(places), device=device)
+        own = packed[torch.tensor(places, device=device) * at.shape[1] + torch.tensor(columns, device=device)]
+        hidden = packed_hidden(
+            self.drafter, noise.to(self.states.dtype), self.states.flatten(0, 1)[layout.context_index], layout,
+            rows=(own[:, None] * size + torch.arange(1, size, device=device)).flatten(),
+        )  # fmt: skip
+        parts = hidden.to(self.target.embedding.dtype).split(max(1, LOGITS // len(self.target.embedding)))
+        head = _output_head(model)
+        drafts = torch.cat([self.drafter.compute_logits(part, head).argmax(dim=-1) for part in parts])
+        return drafts.view(len(places), size - 1)
 
 
 def _own_states(drafter: Any, target: Target, ids: Sequence[Tensor]) -> Tensor:
