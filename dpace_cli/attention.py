@@ -36,6 +36,7 @@ class BlockLayout:
         context_positions: [C] position of each packed context row in its sequence.
         anchors: [M] the block's anchor, which is also how many context rows it sees.
         begin: [M] packed row where the context of its sequence begins.
+        sequences: [M] the sequence that the block is from.
         spans: for each sequence with a kept block: its first block, the block after its last, its first
             context row, and the anchors of its blocks, ascending.
     """
@@ -45,6 +46,7 @@ class BlockLayout:
     context_positions: Tensor
     anchors: Tensor
     begin: Tensor
+    sequences: Tensor
     spans: tuple[tuple[int, int, int, tuple[int, ...]], ...]
     _masks: dict[int, BlockMask] = field(default_factory=dict, repr=False)
     _groups: dict[int, list[Group]] = field(default_factory=dict, repr=False)
@@ -87,6 +89,7 @@ class BlockLayout:
             torch.cat([empty, *positions]).to(device),
             at.reshape(-1)[block_index].to(device),
             torch.cat([empty, *begins]).to(device),
+            (block_index // max(number, 1)).to(device),
             tuple(spans),
         )
 
