@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from specforge.config import Config as SpecForgeConfig
 from specforge.training.schedule import (
@@ -112,6 +112,7 @@ def test_a_key_that_one_of_our_fields_decides_is_refused(key):
 sizes = st.integers(1, 9)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 200), sizes, sizes, st.integers(1, 4), sizes, st.none() | st.integers(1, 50))
 def test_offline_steps_are_what_specforge_counts(rows, batch, accumulation, nproc, epochs, max_steps):
     config = configured(
@@ -138,6 +139,7 @@ def test_offline_steps_are_what_specforge_counts(rows, batch, accumulation, npro
     assert made.sequences == batch * accumulation * nproc
 
 
+@settings(deadline=None)
 @given(st.integers(1, 200), sizes, sizes, st.integers(1, 4), sizes)
 def test_online_steps_are_what_specforge_counts(rows, batch, accumulation, nproc, epochs):
     config = configured(
@@ -165,9 +167,11 @@ def test_steps_and_intervals_that_do_not_change_the_result_may_change_in_a_resum
 
 
 names = st.text("abc", min_size=1, max_size=3)
-nested = st.recursive(st.integers() | st.lists(st.integers()), lambda leaf: st.dictionaries(names, leaf, min_size=1))
+leaves = st.integers() | st.lists(st.integers(), max_size=2)
+sections = st.dictionaries(names, leaves | st.dictionaries(names, leaves, min_size=1, max_size=2), max_size=3)
 
 
-@given(st.dictionaries(names, nested, min_size=1))
-def test_sections_survive_being_flattened(sections):
-    assert nest(flatten(sections)) == sections
+@settings(deadline=None)
+@given(sections)
+def test_sections_survive_being_flattened(written):
+    assert nest(flatten(written)) == written
