@@ -185,15 +185,20 @@ def test_a_dead_server_is_left_out_and_taken_back(tmp_path: Path) -> None:
     with ChatServer() as steady:
         unsteady = ChatServer()
         before_return = 0
+        left = []  # what the unsteady server has been through
+        turn = threading.Lock()
 
         def at_the_steady_one(body: dict[str, Any], answer: dict[str, Any]) -> None:
             nonlocal before_return
-            answered = sum(steady.answered.values())
-            if answered == 10:
-                unsteady.close()
-            elif answered == 50:
-                before_return = sum(unsteady.answered.values())
-                unsteady.restart()
+            with turn:
+                answered = sum(steady.answered.values())
+                if not left and answered >= 10 and unsteady.answered:
+                    left.append("closed")
+                    unsteady.close()
+                elif left == ["closed"] and answered >= 50:
+                    before_return = sum(unsteady.answered.values())
+                    left.append("back")
+                    unsteady.restart()
             time.sleep(0.02)
 
         steady.edit = at_the_steady_one

@@ -395,14 +395,23 @@ def _classify(error: BaseException) -> Exception:
         if code in _TRANSIENT or code >= 500:
             return _Retry(reason, _retry_after(error) if code in _OVERLOADED else None)
         return _UselessServer(reason)
-    cause = error.__cause__ or error
-    if isinstance(cause, httpx.ConnectError | httpx.ConnectTimeout):
-        return _Retry(str(cause) or "it does not answer", lost=True)
+    # By name: the client and the transport below it have error classes of their own for the same event.
+    chain = list(_causes(error))
+    kinds = {type(link).__name__ for link in chain}
+    if kinds & {"ConnectError", "ConnectTimeout"}:
+        return _Retry(str(chain[-1]) or "it does not answer", lost=True)
     if isinstance(error, openai.APITimeoutError | httpx.TimeoutException | TimeoutError):
         return _Retry("timed out")
     if isinstance(error, openai.APIConnectionError | httpx.HTTPError):
-        return _Retry(f"the connection broke off ({str(cause) or type(cause).__name__})")
+        return _Retry(f"the connection broke off ({str(chain[-1]) or type(chain[-1]).__name__})")
     return _Retry(f"it sent something that is no completion ({' '.join(str(error).split())[:200]})")
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it was raised from, outermost first."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def _message(error: openai.APIStatusError) -> str:
