@@ -145,7 +145,10 @@ def _prep(source: str, inputs: list[str] | None, options: dict[str, Any]) -> Any
              "prep.max_rows": options["max_rows"], "target.path": options["target"]}  # fmt: skip
     config, folder = open_run(options["config"], options["preset"], options["run"], flags,
                               [item for item in inputs or [] if is_override(item)])  # fmt: skip
-    return prep.run(config, folder)
+    result = prep.run(config, folder)
+    if not result.kept:
+        console.warn(f"no row was kept; {result.rejects} says why")
+    return result
 
 
 MaxRows = Annotated[int | None, typer.Option("--max-rows", help="keep at most this many rows")]
@@ -347,7 +350,7 @@ def run_all(
     overrides: Overrides = None, config: ConfigFile = None, preset: Preset = None, run: Run = None,
     json_output: Json = False,
 ) -> Any:  # fmt: skip
-    """All stages for all arms: prep, regen, train, bench, report, weights; skips what is done."""
+    """All stages for all arms: prep, regen, train, bench, weights, report; skips what is done."""
     from dpace_cli import run as stage
 
     if config is None and preset is None and run is None:

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -40,7 +40,8 @@ def writing(path: Path, mode: str = "w") -> Iterator[IO]:
     except OSError as error:
         raise write_error(path, error) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # whatever is wrong with the folder was said above
+            temporary.unlink()
 
 
 @contextmanager

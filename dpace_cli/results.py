@@ -316,7 +316,8 @@ def load_records(paths: Iterable[Path]) -> list[tuple[Path, BenchRecord]]:
     found: list[tuple[Path, BenchRecord]] = []
     for path in paths:
         if path.is_dir():
-            root = path / "bench" if (path / "bench").is_dir() else path
+            is_run = (path / "bench").is_dir() or (path / "config.yaml").is_file()
+            root = path / "bench" if is_run else path
             files = sorted(file for file in root.rglob("*.json") if not file.name.startswith("."))
             if not files:
                 raise UsageError(f"there is no bench record in {path}", "run `dpace bench` first")

@@ -37,7 +37,7 @@ class RunResult:
 
 
 def run(config: Config, folder: RunFolder) -> tuple[RunResult, report.ReportResult]:
-    """Do what is left of prep, regen, train, bench, report and weights.
+    """Do what is left of prep, regen, train, bench, weights and report.
 
     Returns:
         The run in short, and its report with every table.
@@ -50,8 +50,8 @@ def run(config: Config, folder: RunFolder) -> tuple[RunResult, report.ReportResu
         (f"regen ({config.regen.engine})", lambda: regen.run(config, folder)),
         *((f"train {arm.folder}", lambda arm=arm: _train(arm, folder)) for arm in arms),
         ("bench", lambda: _bench(config, arms, folder)),
-        ("report", lambda: report.run(config, [folder.root], folder / "report")),
         ("weights", lambda: _weights(config, arms, folder)),
+        ("report", lambda: report.run(config, [folder.root], folder / "report")),
     ]
     results: dict[str, Any] = {}
     for number, (label, do) in enumerate(steps, start=1):
