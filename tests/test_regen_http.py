@@ -209,6 +209,7 @@ def test_a_dead_server_is_left_out_and_taken_back(tmp_path: Path) -> None:
             unsteady.close()
     assert (result.done, result.errors) == (150, 0)
     assert 0 < before_return < sum(unsteady.answered.values())
+    assert steady.most_in_flight <= 3  # also while it was the only one
     assert answers_by_id(tmp_path) == {f"row-{n}": expected_conversation(n) for n in range(150)}
 
 
