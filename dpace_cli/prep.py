@@ -220,6 +220,8 @@ class _Work:
                 self._reject(raw, rejection.reason)
             except RecursionError:
                 self._reject(raw, "too_deep")
+            except OverflowError:
+                self._reject(raw, "bad_number")
             if not self.read % 256:
                 shown.update(before + source.position / 1e6 if by_bytes else self.read)
         if by_bytes:
@@ -315,7 +317,7 @@ class _Work:
             line["row"] = raw.data.decode(errors="replace")
         try:
             encoded = encode_line(line)
-        except (UnicodeEncodeError, RecursionError):
+        except (UnicodeEncodeError, RecursionError, OverflowError):
             # As text: halves of characters stay in it as escapes, and it may be as deep as it likes.
             text = raw.data.decode(errors="replace") or json.dumps(without_surrogates(raw.value))
             encoded = encode_line(without_surrogates({"reason": reason, **place, "row": text}))

@@ -414,6 +414,16 @@ def test_rows_with_tools_are_rejected_with_a_warning_where_nobody_knows_the_targ
     assert "no-model is not a folder" in " ".join(capsys.readouterr().err.split())
 
 
+def test_values_that_other_readers_fail_at_are_rejected_as_text(tmp_path):
+    deep, big = 1, 10**400
+    for _ in range(300):
+        deep = [deep]
+    rows = [{**TOOL_ROWS[0], "id": key, "tools": [{"x": value}]} for key, value in (("deep", deep), ("big", big))]
+    result = convert(tmp_path / "run", inputs=[write(tmp_path / "in.jsonl", rows)], disable=["tools_not_supported"])
+    assert result.rejected == {"too_deep": 1, "bad_number": 1}
+    assert [json.loads(row["row"])["id"] for row in read_rows(result.rejects)] == ["deep", "big"]
+
+
 def test_a_row_that_the_template_refuses_is_a_rejection(tmp_path, targets):
     rows = [
         {"id": "s", "conversations": [{"from": "system", "value": "s"}, *chat(0, "q", "a")["conversations"]]},

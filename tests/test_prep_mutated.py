@@ -88,7 +88,7 @@ def mutated(draw: random.Random, value: Any, depth: int = 0) -> Any:
 def wrong(draw: random.Random) -> Any:
     if draw.random() < 0.05:
         nested: Any = draw.choice(WRONG)
-        for _ in range(draw.choice([3, 100, 300, 600, 900])):
+        for _ in range(draw.choice([3, 100, 300, 600, 940])):
             nested = [nested] if draw.random() < 0.5 else {draw.choice(KEYS): nested}
         return nested
     return draw.choice(WRONG)

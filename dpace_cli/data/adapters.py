@@ -37,6 +37,7 @@ REJECTIONS = {
     "bad_turn": "a turn is no object with a role",
     "bad_content": "a turn's content or reasoning is neither text nor parts of text",
     "bad_tools": "tools or tool calls are no list of objects, or a function_call is not JSON",
+    "bad_number": "tools or tool calls hold an integer at which other readers of JSON fail",
     "empty_conversation": "there is no turn with content",
     "no_id": "there is no id, with made_id turned off",
     "duplicate_id": "an earlier row has this id, with renamed_duplicate_id turned off",

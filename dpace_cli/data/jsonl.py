@@ -14,6 +14,8 @@ import orjson
 from dpace_cli.errors import RunError, UsageError
 from dpace_cli.records import write_error
 
+_MOST_LEVELS = 250
+
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSONL file that a stage wrote, in order; blank lines are passed over.
@@ -38,12 +40,33 @@ def encode_line(row: dict[str, Any]) -> bytes:
 
     Raises:
         UnicodeEncodeError: a string holds a lone surrogate, which UTF-8 cannot express.
-        RecursionError: the row is nested too deeply.
+        RecursionError: the row is nested so deeply that other readers might fail at it.
+        OverflowError: it holds an integer of hundreds of digits, at which other readers fail.
     """
     try:
         return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
     except TypeError:  # surrogates, integers beyond 64 bits, more than 254 levels
-        return (json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
+        _check_depth(row)
+        line = (json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
+        try:
+            orjson.loads(line)
+        except ValueError as error:
+            raise OverflowError(str(error)) from None
+        return line
+
+
+def _check_depth(row: Any) -> None:
+    level = [row]
+    for _ in range(_MOST_LEVELS):
+        level = [
+            item
+            for value in level
+            if isinstance(value, dict | list)
+            for item in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not level:
+            return
+    raise RecursionError(f"more than {_MOST_LEVELS} levels")
 
 
 class RowLog:
