@@ -106,7 +106,7 @@ def test_stats_names_what_is_no_file_of_rows(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "script"),
-    [("hello", "Latin"), ("안녕 hello", "Hangul"), ("これは日本語です", "Japanese"), ("这是中文", "Han"),
+    [("hello", "Latin"), ("안녕하세요 ok", "Hangul"), ("これは日本語です", "Japanese"), ("这是中文", "Han"),
      ("مرحبا", "Arabic"), ("123 !?", "none"), ("", "none"), ("été", "Latin")],
 )  # fmt: skip
 def test_the_main_script_is_that_of_most_letters(text, script):
