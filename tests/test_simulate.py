@@ -144,7 +144,7 @@ def test_given_states_are_used(target, drafter, rows, monkeypatch):
 
     def states(indices):
         asked.extend(indices)
-        return module._own_states(drafter, target, [torch.tensor(rows[i][0]) for i in indices])
+        return module.padded_states(target, [rows[i][0] for i in indices], drafter.target_layer_ids)
 
     assert simulate(drafter, target, rows, block_size=BLOCK, states=states) == simulate(
         drafter, target, rows, block_size=BLOCK

@@ -9,9 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from dpace_cli import console
 from dpace_cli.config import Config
@@ -21,9 +24,13 @@ from dpace_cli.engines.measure_base import Done, Pending, conversation, utc_now
 from dpace_cli.engines.measure_local import LocalBench
 from dpace_cli.errors import UsageError
 from dpace_cli.modeling.decode import greedy_batch
-from dpace_cli.modeling.simulate import simulate
+from dpace_cli.modeling.simulate import padded_states, simulate
+from dpace_cli.modeling.target import Target
 from dpace_cli.records import CheckpointRef
 from dpace_cli.results import Decoded, PromptResult
+
+STATES_BYTES = 2 << 30
+"""Most that the target's states may take where several drafters share them."""
 
 
 class SimulateBench(LocalBench):
@@ -40,47 +47,42 @@ class SimulateBench(LocalBench):
     def measure(self, prompts: PromptSet, temperature: float) -> Done:
         """Records of all checkpoints on one data set."""
         jobs = [self.pending(ref, prompts, temperature) for ref in self.refs]
-        if any(job.done is None for job in jobs):
+        todo = [(ref, job) for ref, job in zip(self.refs, jobs) if job.done is None]
+        if todo:
             answers = self._answers(prompts)
-            for ref, job in zip(self.refs, jobs):
-                if job.done is None:
-                    self._simulate(ref, job, prompts, answers)
+            turns = [
+                _Turn(index, prompt.id, number, **turn)
+                for index, prompt in enumerate(prompts.prompts)
+                for number, turn in enumerate(answers[prompt.id])
+            ]
+            states = _SharedStates(self.target, [turn.ids for turn in turns]) if len(todo) > 1 else None
+            for ref, job in todo:
+                self._simulate(ref, job, turns, states)
         return [(job.path, job.done) for job in jobs]
 
     def file_name(self, prompts: PromptSet, temperature: float) -> str:
         return f"{prompts.name}-t{temperature:g}-simulated"
 
-    def _simulate(
-        self, ref: CheckpointRef, job: Pending, prompts: PromptSet, answers: dict[str, list[dict[str, Any]]]
-    ) -> None:
+    def _simulate(self, ref: CheckpointRef, job: Pending, turns: Sequence[_Turn], states: _SharedStates | None) -> None:
         drafter, started, begin = self.drafter(ref), utc_now(), time.perf_counter()
-        turns = [
-            (index, prompt.id, number, turn)
-            for index, prompt in enumerate(prompts.prompts)
-            for number, turn in enumerate(answers[prompt.id])
-        ]
-        rows = [
-            (t["prompt_ids"] + t["answer_ids"], [0] * len(t["prompt_ids"]) + [1] * len(t["answer_ids"]))
-            for *_, t in turns
-        ]
-        limits = [len(t["prompt_ids"]) + self.bench.max_new_tokens for *_, t in turns]
-        with console.meter(f"{prompts.name}, {ref.folder}, simulated", len(rows), "answers") as meter:
+        label = f"{job.record.dataset}, {ref.folder}, simulated"
+        with console.meter(label, len(turns), "answers") as meter:
             found = simulate(
-                drafter, self.target, rows, block_size=job.record.block_size, limits=limits, every_anchor=False,
-                progress=meter.advance,
+                drafter, self.target, [(turn.ids, turn.mask) for turn in turns],
+                block_size=job.record.block_size, every_anchor=False, progress=meter.advance,
+                limits=[len(turn.prompt_ids) + self.bench.max_new_tokens for turn in turns],
+                states=states.of(drafter.target_layer_ids) if states is not None else None,
             )  # fmt: skip
         results = [
             PromptResult(
-                id=prompt_id, index=index, turn=number, prompt_tokens=len(turn["prompt_ids"]), baseline=None,
-                draft=Decoded(len(turn["answer_ids"]), answer.steps or [], 0.0, 0.0, turn["finish_reason"],
-                              turn["answer_ids"]),
+                id=turn.prompt_id, index=turn.index, turn=turn.number, prompt_tokens=len(turn.prompt_ids),
+                baseline=None, draft=Decoded(len(turn.answer_ids), answer.steps or [], 0.0, 0.0, turn.finish_reason,
+                                             turn.answer_ids),
             )
-            for (index, prompt_id, number, turn), answer in zip(turns, found.answers)
+            for turn, answer in zip(turns, found.answers)
         ]  # fmt: skip
-        overall = {
-            name: getattr(found, name)
-            for name in ("anchors", "mean_acceptance", "accuracy", "accuracy_given_prefix", "accepted")
-        }
+        names = ("anchors", "mean_acceptance", "accuracy", "accuracy_given_prefix", "accepted")
+        overall = {name: getattr(found, name) for name in names}
         job.write(results, started=started, seconds=time.perf_counter() - begin, simulated=overall)
 
     # --- the target's answers -----------------------------------------------------------------------------
@@ -118,6 +120,52 @@ class SimulateBench(LocalBench):
                 turns[prompt.id].append({"prompt_ids": prompt_ids, "answer_ids": answer, "finish_reason": reason})
                 texts[prompt.id].append(self.target.tokenizer.decode(answer, skip_special_tokens=True))
         return [{"id": prompt_id, "turns": found} for prompt_id, found in turns.items()]
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One answer of the target, and which request it answers."""
+
+    index: int
+    prompt_id: str
+    number: int
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    finish_reason: str
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt_ids + self.answer_ids
+
+    @property
+    def mask(self) -> list[int]:
+        return [0] * len(self.prompt_ids) + [1] * len(self.answer_ids)
+
+
+class _SharedStates:
+    """The target's states of all answers, made once for the drafters that read the same layers."""
+
+    def __init__(self, target: Target, rows: Sequence[list[int]]) -> None:
+        self.target, self.rows = target, rows
+        self._kept: dict[tuple[int, ...], Tensor] = {}
+        self._layers: list[int] = []
+
+    def of(self, layer_ids: Sequence[int]) -> Callable[[Sequence[int]], Tensor] | None:
+        """States of rows by index; None where they are too many to be kept."""
+        tokens = sum(len(row) for row in self.rows)
+        size = tokens * len(layer_ids) * self.target.config.hidden_size * self.target.model.dtype.itemsize
+        if size > STATES_BYTES:
+            return None
+        if self._layers != list(layer_ids):
+            self._layers, self._kept = list(layer_ids), {}
+
+        def states(indices: Sequence[int]) -> Tensor:
+            key = tuple(indices)
+            if key not in self._kept:
+                self._kept[key] = padded_states(self.target, [self.rows[i] for i in indices], self._layers)
+            return self._kept[key]
+
+        return states
 
 
 def _chunks(prompts: Sequence[BenchPrompt], size: int) -> Iterator[Sequence[BenchPrompt]]:

@@ -132,7 +132,7 @@ def simulate(
     by_row: dict[int, list[_Answer]] = {}
     for answer in answers:
         by_row.setdefault(answer.row, []).append(answer)
-    states = states or (lambda indices: _own_states(drafter, target, [ids[i] for i in indices]))
+    states = states or (lambda indices: padded_states(target, [ids[i] for i in indices], drafter.target_layer_ids))
     tally = _Tally(block_size)
     for group in _groups([len(i) for i in ids]):
         if any(row in by_row for row in group):
@@ -304,11 +304,12 @@ class _Group:
         return drafts.view(len(places), size - 1)
 
 
-def _own_states(drafter: Any, target: Target, ids: Sequence[Tensor]) -> Tensor:
-    tokens = pad_sequence(list(ids), batch_first=True).to(target.device)
-    lengths = torch.tensor([len(row) for row in ids], device=tokens.device)
+def padded_states(target: Target, rows: Sequence[Sequence[int] | Tensor], layer_ids: Sequence[int]) -> Tensor:
+    """Tapped states [B, L, T * H] of rows of any lengths, padded on the right."""
+    tokens = pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True).to(target.device)
+    lengths = torch.tensor([len(row) for row in rows], device=tokens.device)
     mask = (torch.arange(tokens.shape[1], device=tokens.device)[None] < lengths[:, None]).long()
-    return tapped_states(target, tokens, None if bool(mask.all()) else mask, drafter.target_layer_ids)
+    return tapped_states(target, tokens, None if bool(mask.all()) else mask, layer_ids)
 
 
 def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
