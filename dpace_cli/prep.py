@@ -188,6 +188,7 @@ class _Work:
             # Of alpaca, the hub has the training set alone, in which the benchmark's prompts are.
             without = ("alpaca",) if self.prep.source == "alpaca" else ()
             self.benchmarks = load_benchmarks(config.bench.data_dir, without)
+        self._compared = self.benchmarks is not None and bool(self.benchmarks.found)
         self.outputs = [output, *([val] if val else [])]
         self._rejects, self._output, self._val = rejects, output, val
         self._disabled = frozenset(self.prep.disable)
@@ -243,7 +244,7 @@ class _Work:
             row = self.cleaner.row(raw.exact())
         if self._turns:
             row.messages = _first_turns(row.messages, self._turns)
-        if self.benchmarks is not None and self.benchmarks.match(row.prompts):
+        if self._compared and self.benchmarks.match(row.prompts):
             raise Rejected("contaminated")
         if not row.plain and row.has_tools:
             self._check_tools()
