@@ -1,6 +1,6 @@
 """What the benchmarks share: shapes, equal inputs for both tools, interleaved timing, peak memory.
 
-Timings are compared within a round only: each round runs every arm once, in an order that rotates, and a ratio
+Timings are compared within a round only: each round runs every arm once, in an order drawn anew, and a ratio
 is the median over rounds of the ratio inside a round. So a machine that slows down for a while slows all arms.
 """
 
@@ -10,6 +10,7 @@ import argparse
 import gc
 import json
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -241,8 +242,9 @@ def interleaved(arms: dict[str, Callable[[], Any]], rounds: int, clock: str) -> 
     gc.disable()
     try:
         for round_number in range(rounds):
-            first = round_number % len(names)
-            for name in names[first:] + names[:first]:
+            # Not a rotation: an arm must not always follow the same other, whose caches and heap it finds.
+            random.Random(round_number).shuffle(names)
+            for name in names:
                 start = now()
                 arms[name]()
                 seconds[name].append(now() - start)
