@@ -421,11 +421,18 @@ def _sources(prep: PrepConfig) -> list[Any]:
             raise UsageError(f"{name} does not exist", "give a file, a folder, or a hub id such as owner/name")
         paths = [path]
         if path.is_dir():
-            paths = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
+            paths = _data_files(path)
             if not paths:
-                raise UsageError(f"{name} is a folder without files")
+                raise UsageError(f"{name} is a folder without data files")
         sources += (ParquetSource(p) if is_parquet(p) else SourceFile(p) for p in paths)
     return sources
+
+
+def _data_files(folder: Path) -> list[Path]:
+    """Files of a folder, read-me and the like left out where others have the name of data."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
+    named = [p for p in files if p.suffix.lower() in (".json", ".jsonl", ".ndjson", ".gz", ".zst", ".parquet")]
+    return named or files
 
 
 def _check_rules(names: list[str]) -> None:

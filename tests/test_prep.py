@@ -98,10 +98,15 @@ def test_several_files_and_folders_are_one_source(tmp_path):
     folder.mkdir()
     write(folder / "a.json", many(2), array=True)
     (folder / "b.gz").write_bytes(gzip.compress(json.dumps(chat("gz", "q", "a")).encode()))
-    (folder / "c").write_bytes(zstandard.compress(json.dumps(chat("zst", "q", "a")).encode()))
+    (folder / "README.md").write_text("# A data set\n\nwith a page about it")
+    (folder / "c.zst").write_bytes(zstandard.compress(json.dumps(chat("zst", "q", "a")).encode()))
     single = write(tmp_path / "d.jsonl", [chat("last", "q", "a")])
     result = convert(tmp_path / "run", inputs=[folder, single])
     assert ids(result.output) == ["r0", "r1", "gz", "zst", "last"]
+    other = tmp_path / "other"
+    other.mkdir()
+    write(other / "data.txt", many(1))
+    assert ids(convert(tmp_path / "run", inputs=[other]).output) == ["r0"]
 
 
 def test_parquet_is_read_as_the_hub_keeps_it(tmp_path):
@@ -489,7 +494,7 @@ def test_inputs_that_are_not_there_are_named(tmp_path):
     with pytest.raises(UsageError, match="no input"):
         convert(tmp_path / "run", "jsonl")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="without files"):
+    with pytest.raises(UsageError, match="without data files"):
         convert(tmp_path / "run", inputs=[tmp_path / "empty"])
     assert not (tmp_path / "run").exists()
 
