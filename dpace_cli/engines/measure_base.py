@@ -8,6 +8,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,7 @@ def checkpoint_sha256(path: Path) -> str:
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
+@cache
 def _versions() -> dict[str, str]:
     packages = {name: version(name) for name in ("torch", "transformers", "dflash")}
     return {"dpace": __version__, **packages, "python": platform.python_version()}

@@ -23,6 +23,7 @@ import torch
 from dflash.model import _draft_value, _output_head
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache
 
 from dpace_cli.attention import BlockLayout
 from dpace_cli.modeling.capture import tapped_states
@@ -137,12 +138,11 @@ def simulate(
     for group in _groups([len(i) for i in ids]):
         if any(row in by_row for row in group):
             drafting = _Group(drafter, target, group, ids, states(group), block_size, tally)
-            own = [answer for row in group for answer in by_row.get(row, [])]
+            own = [answer for row in group for answer in by_row.get(row, []) if answer.start < answer.end]
             if every_anchor:
-                drafting.draft([(answer, anchor) for answer in own for anchor in answer.anchors()])
-            else:
-                while blocks := [(answer, answer.at) for answer in own if answer.at < answer.end]:
-                    drafting.draft(blocks)
+                drafting.draft_everywhere(own)
+            elif own:
+                drafting.walk(own)
         progress(len(group))
     return tally.result(answers)
 
@@ -163,7 +163,7 @@ class _Answer:
 
     @property
     def at(self) -> int:
-        """Where the walk has come to."""
+        """Where the walk has come to: the token after which nothing is known to be accepted."""
         at = self.start
         while at in self.lengths:
             at += self.lengths[at]
@@ -248,26 +248,74 @@ class _Group:
         self.tokens = pad_sequence([ids[i] for i in group], batch_first=True).to(target.device)
         self.states = states.to(target.device, next(drafter.parameters()).dtype)
 
-    def draft(self, blocks: Sequence[tuple[_Answer, int]]) -> None:
-        """Draft at anchors and note the accepted lengths; blocks of one size together, a bounded number at a time."""
+    def draft_everywhere(self, answers: Sequence[_Answer]) -> None:
+        """Draft at all anchors; blocks of one size together, a bounded number at a time."""
         sized: dict[int, list[tuple[_Answer, int]]] = {}
-        for answer, anchor in blocks:
-            sized.setdefault(min(self.block_size, answer.limit - anchor), []).append((answer, anchor))
+        for answer in answers:
+            for anchor in answer.anchors():
+                sized.setdefault(min(self.block_size, answer.limit - anchor), []).append((answer, anchor))
         for size, found in sized.items():
             per_pass = max(1, BLOCK_POSITIONS // size)
             for begin in range(0, len(found), per_pass):
-                self._pass(found[begin : begin + per_pass], size)
+                blocks = found[begin : begin + per_pass]
+                drafts = self._drafts([self.place[a.row] for a, _ in blocks], [anchor for _, anchor in blocks], size)
+                self._accept(blocks, drafts)
 
-    def _pass(self, blocks: Sequence[tuple[_Answer, int]], size: int) -> None:
+    def walk(self, answers: Sequence[_Answer]) -> None:
+        """Draft where decoding would, one step of all answers at a time, with DFlash's own forward and cache.
+
+        A block near the maximum length is cut by its mask.
+        """
+        device, size = self.tokens.device, self.block_size
+        places = torch.tensor([self.place[answer.row] for answer in answers], device=device)
+        cache = self._context_cache(self.states[places])
+        context, offsets = torch.arange(self.states.shape[1], device=device), torch.arange(size, device=device)
+        going = list(answers)
+        while going:
+            at = torch.tensor([answer.at for answer in going], device=device)
+            limits = torch.tensor([answer.limit for answer in going], device=device)
+            seen = torch.cat([context < at[:, None], offsets < (limits - at)[:, None]], dim=1)
+            hidden = self.drafter(
+                target_hidden=self.states[: len(going), :0],
+                noise_embedding=self._noise(self.tokens[places, at], size),
+                position_ids=at[:, None] + offsets,
+                attention_mask=seen[:, None, None].expand(-1, 1, size, -1),
+                past_key_values=cache,
+                use_cache=True,
+            )
+            cache.crop(-size)
+            drafts = self._best(hidden[:, 1:].flatten(0, 1)).view(len(going), size - 1)
+            self._accept([(answer, answer.at) for answer in going], drafts)
+            left = [i for i, answer in enumerate(going) if answer.at < answer.end]
+            if 0 < len(left) < len(going):
+                kept = torch.tensor(left, device=device)
+                cache.batch_select_indices(kept)
+                places = places[kept]
+            going = [going[i] for i in left]
+
+    def _context_cache(self, states: Tensor) -> DynamicCache:
+        """DFlash's cache with the whole context of some rows; a block sees of it what its mask lets it see."""
+        rows, length = states.shape[:2]
+        cache = DynamicCache(config=self.drafter.config)
+        self.drafter(
+            target_hidden=states,
+            noise_embedding=states.new_zeros(rows, 1, self.target.embedding.shape[1]),
+            position_ids=torch.arange(length + 1, device=states.device)[None],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache.crop(-1)
+        return cache
+
+    def _accept(self, blocks: Sequence[tuple[_Answer, int]], drafts: Tensor) -> None:
+        """Compare drafts [M, k] with the answers, and note how far each is accepted."""
         device = self.tokens.device
-        places = [self.place[answer.row] for answer, _ in blocks]
-        rows = torch.tensor(places, device=device)
+        rows = torch.tensor([self.place[answer.row] for answer, _ in blocks], device=device)
         anchors = torch.tensor([anchor for _, anchor in blocks], device=device)
         ends = torch.tensor([answer.end for answer, _ in blocks], device=device)
-        where = anchors[:, None] + torch.arange(1, size, device=device)
+        where = anchors[:, None] + torch.arange(1, drafts.shape[1] + 1, device=device)
         supervised = where <= ends[:, None]
-        actual = self.tokens[rows[:, None], where.clamp_max(self.tokens.shape[1] - 1)]
-        right = self._drafts(places, [anchor for _, anchor in blocks], size) == actual
+        right = drafts == self.tokens[rows[:, None], where.clamp_max(self.tokens.shape[1] - 1)]
         matching = (right & supervised).long().cumprod(dim=1).sum(dim=1)
         # The target's own next token comes on top, unless the answer ends before.
         lengths = torch.minimum(matching + 1, ends - anchors)
@@ -277,7 +325,7 @@ class _Group:
 
     def _drafts(self, places: Sequence[int], anchors: Sequence[int], size: int) -> Tensor:
         """[M, size - 1] greedy drafts of blocks given by the place of their row and their anchor."""
-        device, model = self.tokens.device, self.target.model
+        device = self.tokens.device
         columns, counts = [], [0] * len(self.tokens)
         for place in places:
             columns.append(counts[place])
@@ -286,22 +334,31 @@ class _Group:
         keep = torch.zeros_like(at, dtype=torch.bool)
         at[places, columns], keep[places, columns] = torch.tensor(anchors), True
         layout = BlockLayout.make(at, keep, self.states.shape[1], device)
-        noise_ids = torch.full((len(places), size), self.drafter.mask_token_id, dtype=torch.long, device=device)
-        noise_ids[:, 0] = self.tokens[layout.block_index // at.shape[1], layout.anchors]
-        scale = float(_draft_value(self.drafter.config, "input_embedding_scale", 1.0))
-        noise = torch.nn.functional.embedding(noise_ids, self.target.embedding) * scale
         # The layout has an order of its own; the drafted positions are asked for in ours.
         packed = torch.empty(at.numel(), dtype=torch.long, device=device)
         packed[layout.block_index] = torch.arange(len(places), device=device)
         own = packed[torch.tensor(places, device=device) * at.shape[1] + torch.tensor(columns, device=device)]
         hidden = packed_hidden(
-            self.drafter, noise.to(self.states.dtype), self.states.flatten(0, 1)[layout.context_index], layout,
+            self.drafter,
+            self._noise(self.tokens[layout.block_index // at.shape[1], layout.anchors], size),
+            self.states.flatten(0, 1)[layout.context_index],
+            layout,
             rows=(own[:, None] * size + torch.arange(1, size, device=device)).flatten(),
-        )  # fmt: skip
-        parts = hidden.to(self.target.embedding.dtype).split(max(1, LOGITS // len(self.target.embedding)))
-        head = _output_head(model)
-        drafts = torch.cat([self.drafter.compute_logits(part, head).argmax(dim=-1) for part in parts])
-        return drafts.view(len(places), size - 1)
+        )
+        return self._best(hidden).view(len(places), size - 1)
+
+    def _noise(self, anchor_tokens: Tensor, size: int) -> Tensor:
+        """[M, size, H] the target's embedding of anchor, mask, mask, ..."""
+        ids = anchor_tokens.new_full((len(anchor_tokens), size), self.drafter.mask_token_id)
+        ids[:, 0] = anchor_tokens
+        scale = float(_draft_value(self.drafter.config, "input_embedding_scale", 1.0))
+        return (torch.nn.functional.embedding(ids, self.target.embedding) * scale).to(self.states.dtype)
+
+    def _best(self, hidden: Tensor) -> Tensor:
+        """The most probable token at each of [R, H] positions."""
+        head, most = _output_head(self.target.model), max(1, LOGITS // len(self.target.embedding))
+        parts = hidden.to(self.target.embedding.dtype).split(most)
+        return torch.cat([self.drafter.compute_logits(part, head).argmax(dim=-1) for part in parts])
 
 
 def padded_states(target: Target, rows: Sequence[Sequence[int] | Tensor], layer_ids: Sequence[int]) -> Tensor:
