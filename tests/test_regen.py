@@ -281,16 +281,16 @@ print(killed)
 
 
 def test_a_run_that_was_killed_ends_with_the_same_files_as_one_that_was_not(tmp_path: Path, tiny_target: Path) -> None:
-    prompts = write_prompts(tmp_path / "p.jsonl", 60)
-    both = [config(tiny_target, max_new_tokens=25, batch_size=6, temperature=t).model_dump(mode="json") for t in (0, 1)]
-    arguments = json.dumps([both, str(tmp_path), str(prompts), [1, 14, 33]])
+    prompts = write_prompts(tmp_path / "p.jsonl", 42)
+    both = [config(tiny_target, max_new_tokens=20, batch_size=6, temperature=t).model_dump(mode="json") for t in (0, 1)]
+    arguments = json.dumps([both, str(tmp_path), str(prompts), [1, 14, 25]])
     done = subprocess.run(
         [sys.executable, "-c", KILLED, arguments], capture_output=True, text=True, timeout=600, check=True
     )
     assert int(done.stdout.split()[-1]) == 6, done.stderr
     for place in range(2):
         undisturbed = contents(tmp_path / f"undisturbed{place}/regen")
-        assert undisturbed["train.jsonl"].count(b"\n") == 60
+        assert undisturbed["train.jsonl"].count(b"\n") == 42
         assert contents(tmp_path / f"killed{place}/regen") == undisturbed
 
 
@@ -408,3 +408,13 @@ def test_no_conversation_holds_a_word_of_the_sources_answers(roles: list[str], r
     if drop:
         assert len(own) == asked - conversation.truncated
     assert conversation.truncated == ("length" in reasons[:asked])
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_ids_of_reasoning_that_is_left_out_are_not_kept_for_training(keep: bool) -> None:
+    row = {"id": "x", "conversations": [{"role": "user", "content": "q"}]}
+    conversation = Conversation(row, RegenConfig(keep_reasoning=keep))
+    conversation.take(Completion("x", text="a", reasoning="r", prompt_ids=[1], answer_ids=[2], finish_reason="stop"))
+    assert conversation.turns[0]["answer_ids"] == ([2] if keep else None)
+    answer = conversation.result()["conversations"][1]
+    assert answer == {"role": "assistant", "content": "a", **({"reasoning_content": "r"} if keep else {})}

@@ -10,6 +10,7 @@ Shapes: B rows, H query heads, G key-value heads, L cached positions, D width of
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import torch
@@ -106,11 +107,11 @@ def speed_up(model: Any) -> None:
     Its outputs stay the same but for rounding; its linear layers have no `weight` any more.
     """
     model.set_attn_implementation(GROUPED)
-    if not torch.backends.mkldnn.is_available():
+    if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
         return
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
-            if type(layer) is nn.Linear and layer.bias is None:
+            if type(layer) is nn.Linear and layer.bias is None and layer.weight.dtype == torch.float32:
                 setattr(parent, name, _PackedLinear(layer.weight))
 
 
