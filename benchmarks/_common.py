@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Config
 
 from dpace_cli import config
 from dpace_cli.config import Dflash, Dpace
+from dpace_cli.data.batches import Blocks
 from dpace_cli.head import HeadOutput, objective_head
-from dpace_cli.modeling.drafter_forward import drafter_hidden
+from dpace_cli.trainers.native import DrafterLoss
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ SHAPES = {
     "long": Shape(576, 49152, 9, 3, 64, 1536, 3, 1, 1024, 128, 16),
 }
 TAPS = 3
+TINY = 1e-12
+"""Learning rate: every step is to be the same."""
 
 
 class Batch:
@@ -123,46 +127,52 @@ def drafter_config(shape: Shape) -> Qwen3Config:
 
 
 class Ours:
-    """dpace's drafter step, as its native trainer makes it."""
+    """dpace's drafter step, by its native trainer's own loss."""
 
     def __init__(self, batch: Batch, objective: Any, chunk_tokens: int) -> None:
-        self.batch, self.objective, self.chunk_tokens = batch, objective, chunk_tokens
-        self.drafter = batch.drafter
-        self.head = batch.head.to(batch.dtype)
-        parameters = list(self.drafter.parameters())
-        self.optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.01, fused=True)
+        self.batch, self.drafter = batch, batch.drafter
+        self.train = config.TrainConfig(
+            objective=objective,
+            block_size=batch.shape.block_size,
+            head_chunk_tokens=chunk_tokens,
+            compute_dtype=str(batch.dtype).removeprefix("torch."),
+        )
+        target = SimpleNamespace(
+            device=torch.device("cpu"),
+            embedding=batch.embedding,
+            head=batch.head.to(batch.dtype),
+            config=SimpleNamespace(),
+            model=SimpleNamespace(get_input_embeddings=lambda: None),
+        )
+        self.loss = DrafterLoss(self.drafter, target, self.train)
+        self.blocks = Blocks(batch.input_ids, batch.anchors, batch.keep, batch.targets, batch.supervised)
+        self.optimizer = torch.optim.AdamW(self.drafter.parameters(), lr=TINY, weight_decay=0.01, fused=True)
 
-    def hidden(self) -> Tensor:
-        batch = self.batch
-        noise = nn.functional.embedding(batch.noise_ids, batch.embedding)
-        return drafter_hidden(self.drafter, noise, batch.states, batch.anchors, batch.keep)
-
-    def loss(self, hidden: Tensor) -> HeadOutput:
-        """Numerator and divisor for hidden states [B, N, K, H]."""
+    def head(self, hidden: Tensor) -> HeadOutput:
+        """Numerator and divisor for hidden states [T, H] of the supervised positions."""
         batch = self.batch
         return objective_head(
-            hidden[:, :, 1:].flatten(0, 1),
-            self.head,
+            hidden,
+            self.loss.target.head,
             batch.targets[:, :, 1:].flatten(0, 1),
             batch.supervised[:, :, 1:].flatten(0, 1),
-            self.objective,
+            self.train.objective,
             num_sequences=batch.shape.batch,
             block_size=batch.shape.block_size,
-            chunk_tokens=self.chunk_tokens,
+            chunk_tokens=self.train.head_chunk_tokens,
         )
 
     def gradients(self) -> float:
         """One forward and backward pass; the gradients are left on the drafter."""
         self.drafter.zero_grad(set_to_none=True)
-        with self.batch.autocast():
-            output = self.loss(self.hidden())
+        output = self.loss(self.blocks, self.batch.states, None)
         output.loss_sum.backward()
         torch._foreach_div_([p.grad for p in self.drafter.parameters()], output.divisor)
         return float(output.loss_sum.detach() / output.divisor)
 
     def step(self) -> float:
         loss = self.gradients()
-        nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(self.drafter.parameters(), self.train.max_grad_norm)
         self.optimizer.step()
         return loss
 
@@ -196,7 +206,7 @@ class Theirs:
             dpace_alpha=0.5 if is_dflash else objective.alpha,
         )
         self.model._sample_anchor_positions = lambda *_: (batch.anchors, batch.keep)
-        self.optimizer = BF16Optimizer(self.drafter, lr=0.0, weight_decay=0.01, max_grad_norm=1.0)
+        self.optimizer = BF16Optimizer(self.drafter, lr=TINY, weight_decay=0.01, max_grad_norm=1.0)
 
     def loss(self, hidden: Tensor) -> Tensor:
         """The loss for hidden states [B, N, K, H], by the part of its forward pass that follows the drafter."""

@@ -38,6 +38,8 @@ class Case:
         self.hidden = (torch.randn(size) * 0.5).to(self.batch.dtype).requires_grad_()
         self.ours_step = Ours(self.batch, OBJECTIVES[objective], options.chunk_tokens)
         self.theirs_step = Theirs(self.batch, OBJECTIVES[objective])
+        # dpace's walk hands over the supervised positions alone, SpecForge's all of them.
+        self.rows = self.hidden.detach()[self.batch.supervised].requires_grad_()
         self.gradient = torch.empty(0)
         self.arms = {"dpace": self.ours, "specforge": self.theirs}
 
@@ -56,8 +58,8 @@ class Case:
 
     def ours(self) -> float:
         with self.batch.autocast():
-            output = self.ours_step.loss(self.hidden)
-        (self.gradient,) = torch.autograd.grad(output.loss_sum / output.divisor, self.hidden)
+            output = self.ours_step.head(self.rows)
+        (self.gradient,) = torch.autograd.grad(output.loss_sum / output.divisor, self.rows)
         return float(output.loss_sum.detach() / output.divisor)
 
     def theirs(self) -> float:
@@ -70,7 +72,7 @@ class Case:
 def measure(name: str, objective: str, options: object) -> dict[str, object]:
     case = Case(name, objective, options)
     ours_loss, ours_gradient = case.ours(), case.gradient
-    theirs_loss, theirs_gradient = case.theirs(), case.gradient
+    theirs_loss, theirs_gradient = case.theirs(), case.gradient[case.batch.supervised]
     case.add_floor()
     seconds = interleaved(case.arms, options.rounds, options.clock)
     same = ["--shape", name, "--dtype", options.dtype, "--chunk-tokens", str(options.chunk_tokens)]

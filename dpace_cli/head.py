@@ -185,7 +185,7 @@ class _Scan:
         at_y = logits.gather(1, y).float()
         found: dict[str, Tensor] = {}
         if "rank" in self.needs:
-            found["rank"] = (logits > at_y).sum(1)
+            found["rank"] = (logits > at_y).sum(1)  # before the softmax takes the logits' place
         slope_of_cap = None
         if self.softcap and self.learned:
             slope_of_cap = torch.div(logits, self.softcap, out=self._buffer("cap", len(y))).square_().neg_().add_(1)
@@ -212,7 +212,7 @@ class _Scan:
             below = self._buffer("below", len(y), torch.bool)
             torch.lt(logits.sub_(q.log_total), target_logits.sub_(p.log_total), out=below)
             least = torch.minimum(logits, target_logits, out=logits)
-            share = _softmax(least, out=least)  # min(p, q) / A
+            share = _softmax(least, out=target_logits)  # min(p, q) / A
             found["log_overlap"] = share.log_total[:, 0]
             if "log_overlap" in self.learned:
                 # d log A/d z = share * [q < p] - q * (sum of share over [q < p])
@@ -220,8 +220,8 @@ class _Scan:
                 lower.addcmul_(q.values, lower.sum(1, keepdim=True) / q.total, value=-1)
                 learn("log_overlap", lower, 1 / share.total)
         else:
-            own = logits if logits.dtype == torch.float32 else self._buffer("drafter", len(y))
-            q = _softmax(logits, out=own)
+            in_place = logits.dtype == torch.float32 and not logits.is_cuda
+            q = _softmax(logits, out=logits if in_place else self._buffer("exponentials", len(y)))
         found["hit"] = (at_y >= q.top)[:, 0]
         found["logq"] = (at_y - q.log_total)[:, 0]
         if "soft_logq" in self.needs:
@@ -245,7 +245,7 @@ class _Softmax(NamedTuple):
 
 
 def _softmax(logits: Tensor, out: Tensor) -> _Softmax:
-    """Softmax of [c, V] logits, written to `out` in float32 (which may be `logits`), and their log-sum-exp.
+    """Softmax of [c, V] logits, written to `out` in float32 (on a CPU also `logits`), and their log-sum-exp.
 
     One fused kernel is several times as fast on a CPU as maximum, subtraction, exponential and sum in turn. But it
     adds in plain float32, so that its probabilities miss one by up to 1e-5 for large vocabularies: `total`, from a

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpace_cli import console
+from dpace_cli.attention import BlockLayout
 from dpace_cli.config import Objective, TrainConfig
 from dpace_cli.data.batches import Blocks, TrainingRow, collate, draw_anchors, epoch_batches
 from dpace_cli.errors import Interrupted, RunError, UsageError
@@ -28,7 +29,7 @@ from dpace_cli.head import HeadOutput, objective_head
 from dpace_cli.modeling.capture import States
 from dpace_cli.modeling.checkpoint import Saved, checkpoint_name, load_drafter, newest_whole, prune, save_checkpoint
 from dpace_cli.modeling.drafter import build_drafter, drafter_config
-from dpace_cli.modeling.drafter_forward import drafter_hidden
+from dpace_cli.modeling.drafter_forward import packed_hidden
 from dpace_cli.modeling.simulate import simulate
 from dpace_cli.modeling.target import Target
 from dpace_cli.objectives import FROM_TARGET, make_objective
@@ -59,7 +60,7 @@ class DrafterLoss:
 
     def __init__(self, drafter: nn.Module, target: Target, train: TrainConfig) -> None:
         self.drafter, self.target, self.train = drafter, target, train
-        self.forward = torch.compile(drafter_hidden) if train.compile else drafter_hidden
+        self.forward = torch.compile(packed_hidden) if train.compile else packed_hidden
         device = target.device.type
         half = train.compute_dtype == "bfloat16" or (train.compute_dtype == "auto" and device == "cuda")
         self.autocast = (lambda: torch.autocast(device, torch.bfloat16)) if half else nullcontext
@@ -73,30 +74,35 @@ class DrafterLoss:
             last: [B, L, H] its last hidden state, for objectives that need its distribution.
         """
         device = self.target.device
-        anchors, keep = blocks.anchors.to(device), blocks.keep.to(device)
-        noise_ids = torch.full_like(blocks.targets, self.drafter.mask_token_id)
-        noise_ids[..., 0] = blocks.targets[..., 0]
-        noise = F.embedding(noise_ids.to(device), self.target.embedding).float() * self.scale
+        # Only kept blocks, the context that they see, and the supervised positions are computed from here on.
+        layout = BlockLayout.make(blocks.anchors, blocks.keep, states.shape[1], device)
+        targets, supervised = (
+            values.flatten(0, 1).to(device)[layout.block_index] for values in (blocks.targets, blocks.supervised)
+        )
+        noise_ids = torch.full_like(targets, self.drafter.mask_token_id)
+        noise_ids[:, 0] = targets[:, 0]
+        noise = F.embedding(noise_ids, self.target.embedding).float() * self.scale
+        context = states.flatten(0, 1)[layout.context_index].float()
+        rows = supervised.flatten().nonzero()[:, 0]
         with self.autocast():
-            hidden = self.forward(self.drafter, noise, states.float(), anchors, keep)
             return objective_head(
-                hidden[:, :, 1:][keep],
+                self.forward(self.drafter, noise, context, layout, rows),
                 self.target.head,
-                blocks.targets[:, :, 1:][blocks.keep].to(device),
-                blocks.supervised[:, :, 1:][blocks.keep].to(device),
+                targets[:, 1:],
+                supervised[:, 1:],
                 self.train.objective,
                 num_sequences=int(blocks.keep.any(1).sum()),
                 block_size=self.train.block_size,
                 chunk_tokens=self.train.head_chunk_tokens,
-                target_hidden=self._predicting(blocks, last, keep) if last is not None else None,
+                target_hidden=self._predicting(layout, last, targets.shape[1], rows) if last is not None else None,
                 softcap=getattr(self.target.config, "final_logit_softcapping", None),
             )
 
-    def _predicting(self, blocks: Blocks, last: Tensor, keep: Tensor) -> Tensor:
-        """[n, K - 1, H]: the target's state from which it predicts each drafted position: the one before it."""
-        before = blocks.anchors[..., None] + torch.arange(blocks.targets.shape[-1] - 1)
-        before = before.clamp(max=last.shape[1] - 1).to(last.device)
-        return last[torch.arange(len(last), device=last.device)[:, None, None], before][keep]
+    def _predicting(self, layout: BlockLayout, last: Tensor, positions: int, rows: Tensor) -> Tensor:
+        """[T, H] the target's state from which it predicts each supervised position: the one before it."""
+        sequence = layout.sequences[:, None].expand(-1, positions).flatten()
+        position = (layout.anchors[:, None] + torch.arange(positions, device=rows.device)).flatten()
+        return last[sequence[rows], position[rows] - 1]
 
 
 def embedding_scale(target: Target) -> float:
