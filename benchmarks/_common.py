@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,7 +59,9 @@ SHAPES = {
     "demo": Shape(128, 768, 4, 2, 32, 384, 3, 16, 96, 24, 16),
     "smollm2": Shape(576, 49152, 9, 3, 64, 1536, 3, 1, 512, 64, 8),
     "long": Shape(576, 49152, 9, 3, 64, 1536, 3, 1, 1024, 128, 16),
+    "tiny": Shape(32, 96, 4, 2, 8, 64, 1, 2, 48, 6, 4),
 }
+"""`tiny` only shows that a script runs."""
 TAPS = 3
 TINY = 1e-12
 """Learning rate: every step is to be the same."""
@@ -288,10 +290,22 @@ def _status(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}")
 
 
-def peak_in_own_process(*arguments: str) -> int:
-    """Run this script again for one arm's memory alone, so that no arm profits from another's allocations."""
-    done = subprocess.run([sys.executable, *sys.argv[:1], *arguments], stdout=subprocess.PIPE, text=True, check=True)
-    return int(json.loads(done.stdout)["peak_bytes"])
+def peaks_of(arms: Iterable[str], shape: str, options: argparse.Namespace, prefix: str = "") -> dict[str, int]:
+    """Run this script again for each arm's memory alone, so that no arm profits from another's allocations."""
+    if options.no_memory:
+        return {}
+    same = ["--shape", shape, "--dtype", options.dtype, "--chunk-tokens", str(options.chunk_tokens)]
+    found = {}
+    for arm in arms:
+        command = [sys.executable, sys.argv[0], *same, "--threads", str(options.threads), "--peak", prefix + arm]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        found[arm] = int(json.loads(done.stdout)["peak_bytes"])
+    return found
+
+
+def ratio(values: dict[str, int], above: str, below: str) -> float | None:
+    """Of two arms' memory; None where it was not measured."""
+    return values[above] / values[below] if values else None
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
@@ -305,6 +319,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--chunk-tokens", type=int, default=config.TrainConfig().head_chunk_tokens)
     parser.add_argument("--quick", action="store_true", help="three rounds, the demo's and SmolLM2's shapes alone")
+    parser.add_argument("--no-memory", action="store_true", help="leave the memory out: a process for each arm less")
     parser.add_argument("--peak", help=argparse.SUPPRESS)  # one arm's memory, in a process of its own
     return parser
 
@@ -312,7 +327,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 def shapes(options: argparse.Namespace) -> list[str]:
     if options.shape != "all":
         return [options.shape]
-    return ["demo", "smollm2"] if options.quick else list(SHAPES)
+    return ["demo", "smollm2"] if options.quick else ["demo", "smollm2", "long"]
 
 
 def machine(options: argparse.Namespace) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from _common import (
     machine,
     median_ratio,
     peak_bytes,
-    peak_in_own_process,
+    peaks_of,
+    ratio,
     relative_difference,
     shapes,
 )
@@ -75,8 +76,7 @@ def measure(name: str, objective: str, options: object) -> dict[str, object]:
     theirs_loss, theirs_gradient = case.theirs(), case.gradient[case.batch.supervised]
     case.add_floor()
     seconds = interleaved(case.arms, options.rounds, options.clock)
-    same = ["--shape", name, "--dtype", options.dtype, "--chunk-tokens", str(options.chunk_tokens)]
-    memory = {arm: peak_in_own_process(*same, "--peak", f"{objective}/{arm}") for arm in ("dpace", "specforge")}
+    memory = peaks_of(("dpace", "specforge"), name, options, f"{objective}/")
     return {
         "shape": name,
         "objective": objective,
@@ -85,7 +85,7 @@ def measure(name: str, objective: str, options: object) -> dict[str, object]:
         "times_the_floor": median_ratio(seconds, "dpace", "floor"),
         "specforge_times_the_floor": median_ratio(seconds, "specforge", "floor"),
         "peak_bytes": memory,
-        "peak_ratio": memory["dpace"] / memory["specforge"],
+        "peak_ratio": ratio(memory, "dpace", "specforge"),
         "loss_difference": abs(ours_loss / theirs_loss - 1),
         "gradient_difference": relative_difference(ours_gradient, theirs_gradient),
         "seconds": seconds,

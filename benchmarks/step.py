@@ -25,7 +25,8 @@ from _common import (
     machine,
     median_ratio,
     peak_bytes,
-    peak_in_own_process,
+    peaks_of,
+    ratio,
     relative_difference,
     shapes,
 )
@@ -73,8 +74,7 @@ def measure(name: str, options: object) -> dict[str, object]:
     agreement = compare(batch, options)
     arms = {"dpace": ours["dpace"].step, "dflash": ours["dflash"].step, "specforge": theirs.step}
     seconds = interleaved({**arms, "floor": products(batch)}, options.rounds, options.clock)
-    same = ["--shape", name, "--dtype", options.dtype, "--chunk-tokens", str(options.chunk_tokens)]
-    memory = {arm: peak_in_own_process(*same, "--peak", arm) for arm in ("dpace", "specforge")}
+    memory = peaks_of(("dpace", "specforge"), name, options)
     return {
         "shape": name,
         "supervised_positions": batch.tokens,
@@ -83,7 +83,7 @@ def measure(name: str, options: object) -> dict[str, object]:
         "times_the_floor": median_ratio(seconds, "dpace", "floor"),
         "specforge_times_the_floor": median_ratio(seconds, "specforge", "floor"),
         "peak_bytes": memory,
-        "peak_ratio": memory["dpace"] / memory["specforge"],
+        "peak_ratio": ratio(memory, "dpace", "specforge"),
         "agreement": agreement,
         "seconds": seconds,
     }
