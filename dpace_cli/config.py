@@ -7,6 +7,7 @@ for it from presets, files, the environment and the command line. Nothing here i
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -428,6 +429,8 @@ class Config(Section):
             }
             label = "-".join([objective_label(objective), *(_short(k, v) for k, v in {**own, **shared}.items())])
             chosen = objective.model_copy(update=own)
+            alike = next((arm.config.train.objective for arm in arms if arm.label == label), chosen)
+            label += "".join(f"-{_short(key, value)}" for key, value in chosen if value != getattr(alike, key))
             if any(arm.label == label for arm in arms):
                 continue  # an objective without alpha is one arm, however many alphas there are
             for seed in factors.seeds or [self.train.seed]:
@@ -449,11 +452,14 @@ class Arm(BaseModel):
         return f"{self.label}-seed{self.seed}"
 
 
-_SHORT_NAMES = {"alpha": "a", "gamma": "g", "block_size": "k", "num_draft_layers": "l", "learning_rate": "lr"}
+_SHORT_NAMES = {"alpha": "a", "gamma": "g", "block_size": "k", "num_draft_layers": "l", "learning_rate": "lr",
+                "top_k": "top"}  # fmt: skip
 
 
 def _short(key: str, value: Any) -> str:
-    return f"{_SHORT_NAMES[key]}{'none' if value is None else f'{value:g}'}"
+    number = isinstance(value, int | float)
+    text = "none" if value is None else f"{value:g}" if number else re.sub(r"[^\w.]+", "", str(value))
+    return f"{_SHORT_NAMES.get(key, '')}{text}"
 
 
 def objective_label(objective: _Objective) -> str:

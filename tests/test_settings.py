@@ -147,3 +147,16 @@ def test_the_run_config_is_written_whole(tmp_path):
     save_config(config, tmp_path / "run" / "config.yaml")
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["config.yaml"]
     assert load_config(file=Path(tmp_path / "run" / "config.yaml"), environ={})[0] == config
+
+
+def test_objectives_of_one_name_and_other_settings_are_arms_of_their_own():
+    objectives = "[dpace, {name: dpace, reduction: weight}, {name: dpace, alpha: 0.9}, {name: topk-prefix, top_k: 4}, "
+    arms = loaded(f"arms.objectives={objectives}{{name: topk-prefix, top_k: 8}}, dpace]").expand_arms()
+    assert [arm.label for arm in arms] == ["dpace", "dpace-weight", "dpace-a0.9", "topk-prefix", "topk-prefix-top8"]
+    assert [arm.config.train.objective.reduction for arm in arms[:2]] == ["sequence", "weight"]
+    swept = loaded("arms.objectives=[dpace, {name: dpace, reduction: weight}]", "arms.alpha=[0.3, 0.7]")
+    assert [arm.label for arm in swept.expand_arms()] == [
+        "dpace-a0.3", "dpace-a0.7", "dpace-a0.3-weight", "dpace-a0.7-weight",
+    ]  # fmt: skip
+    own = "[{name: custom, function: 'a.b:c'}, {name: custom, function: 'a.b:c', params: {beta: 0.5}}]"
+    assert [arm.label for arm in loaded(f"arms.objectives={own}").expand_arms()] == ["a.b.c", "a.b.c-beta0.5"]
