@@ -33,10 +33,12 @@ def test_epochs_and_seeds_differ_and_repeat():
     assert first != epoch_batches(lengths, 4, seed=1, epoch=0)
 
 
-def test_batches_hold_rows_of_like_length():
+def test_a_step_mixes_lengths_and_holds_its_rows_by_length():
     lengths = [(7 * i) % 100 + 1 for i in range(512)]
-    padded = sum(max(lengths[i] for i in b) * len(b) for b in epoch_batches(lengths, 8, seed=0, epoch=0))
-    assert padded < 1.1 * sum(lengths)
+    batches = epoch_batches(lengths, 8, seed=0, epoch=0)
+    assert all([lengths[i] for i in b] == sorted(lengths[i] for i in b) for b in batches)
+    means = [np.mean([lengths[i] for i in b]) for b in batches]
+    assert np.std(means) < 1.5 * np.std(lengths) / 8**0.5  # that of rows drawn at random
 
 
 @given(st.text("01", min_size=1, max_size=60), st.integers(1, 20), st.integers(0, 3))

@@ -14,10 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_BUCKET_BATCHES = 64
-"""Batches among which rows are sorted by length: enough to save padding, few enough to stay random."""
-
-
 @dataclass(frozen=True)
 class TrainingRow:
     """One training sequence.
@@ -49,20 +45,19 @@ def split_validation(rows: Sequence[TrainingRow], count: int) -> tuple[list[Trai
 
 
 def epoch_batches(lengths: Sequence[int], batch_rows: int, seed: int, epoch: int) -> list[list[int]]:
-    """All rows of an epoch in random order, in batches of like length; the last batch may be smaller.
+    """All rows of an epoch in random order; the last batch may be smaller.
+
+    Which rows share an optimizer step is left to chance: rows of one length are often of one kind, and steps on
+    one kind at a time learn more slowly. Inside a step rows stand by length, so that micro-batches hold little
+    padding (which no drafter step computes, and which the target's pass keeps low by itself).
 
     Args:
         lengths: tokens of each row.
         batch_rows: rows in an optimizer step, over all processes.
     """
-    rng = np.random.default_rng([seed, 1, epoch])
-    order = rng.permutation(len(lengths))
-    bucket = batch_rows * _BUCKET_BATCHES
-    batches: list[list[int]] = []
-    for start in range(0, len(order), bucket):
-        inside = sorted(order[start : start + bucket].tolist(), key=lambda i: (lengths[i], i))
-        batches += [inside[i : i + batch_rows] for i in range(0, len(inside), batch_rows)]
-    return [batches[i] for i in rng.permutation(len(batches))]
+    order = np.random.default_rng([seed, 1, epoch]).permutation(len(lengths)).tolist()
+    batches = [order[start : start + batch_rows] for start in range(0, len(order), batch_rows)]
+    return [sorted(batch, key=lambda i: (lengths[i], i)) for batch in batches]
 
 
 def draw_anchors(row: TrainingRow, index: int, num_anchors: int, seed: int, epoch: int) -> np.ndarray:

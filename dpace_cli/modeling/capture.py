@@ -107,9 +107,11 @@ class States:
             [B, L, T * H] tapped states, and [B, L, H] last states or None.
         """
         if self._kept is None:
-            states = self._capture(indices)
+            captured = dict(pair for group in self._groups(indices) for pair in self._captured(group))
+            rows = [captured[i] for i in indices]
         else:
-            states = pad_sequence([self._kept(i) for i in indices], batch_first=True).to(self.target.device)
+            rows = [self._kept(i) for i in indices]
+        states = pad_sequence(rows, batch_first=True).to(self.target.device)
         if not self.last:
             return states, None
         split = states.shape[-1] - self.target.config.hidden_size
@@ -119,8 +121,7 @@ class States:
         """Capture every row once and hold the states."""
         held: dict[int, Tensor] = {}
         for group in self._groups(range(len(self.rows))):
-            for index, states in self._captured(group):
-                held[index] = states
+            held.update((index, states.cpu()) for index, states in self._captured(group))
             progress(sum(len(self.rows[i]) for i in group))
         self._kept = held.__getitem__
 
@@ -142,7 +143,7 @@ class States:
             if number % world == rank and not path.exists():
                 tensors: dict[str, Tensor] = {}
                 for group in self._groups(shard):
-                    tensors.update({str(index): states for index, states in self._captured(group)})
+                    tensors.update({str(index): states.cpu() for index, states in self._captured(group)})
                 with writing(path, "wb") as file:
                     save_file(tensors, file.name)
             progress(sum(len(self.rows[i]) for i in shard))
@@ -185,7 +186,7 @@ class States:
         return groups
 
     def _captured(self, group: Sequence[int]) -> list[tuple[int, Tensor]]:
-        states = self._capture(group).cpu()
+        states = self._capture(group)
         return [(index, states[place, : len(self.rows[index])].clone()) for place, index in enumerate(group)]
 
     def _capture(self, indices: Sequence[int]) -> Tensor:
