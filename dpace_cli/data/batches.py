@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+
 @dataclass(frozen=True)
 class TrainingRow:
     """One training sequence.
