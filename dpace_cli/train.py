@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 
 from dpace_cli import console
 from dpace_cli.config import Config, objective_label
-from dpace_cli.data.batches import TrainingRow, split_validation
-from dpace_cli.data.jsonl import read_rows
-from dpace_cli.data.tokens import Encoded, encode_row, encode_stored
+from dpace_cli.data.batches import split_validation
+from dpace_cli.data.training import read_training_rows
 from dpace_cli.errors import RunError, UsageError
 from dpace_cli.modeling.target import load_target, load_tokenizer, tokenizer_fingerprint
 from dpace_cli.records import RunFolder, file_sha256, read_json, write_json
@@ -114,7 +113,9 @@ def _train(config: Config, folder: RunFolder, output: Path, data: Path) -> Train
         return finished
     started = time.monotonic()
     tokenizer = load_tokenizer(config.target)
-    rows, skipped = read_training_rows(config, data, tokenizer)
+    rows, skipped = read_training_rows(
+        data, tokenizer, tokenizer_fingerprint(tokenizer), config.target.template_options(), config.train.max_length
+    )
     if not rows:
         raise UsageError(
             f"{data} has no row to train on ({_counts(skipped)})",
@@ -152,44 +153,6 @@ def _train(config: Config, folder: RunFolder, output: Path, data: Path) -> Train
                 "data": {"path": str(data), "sha256": data_hash}, "identity": _identity(config, data_hash),
             })  # fmt: skip
     return result
-
-
-def read_training_rows(config: Config, data: Path, tokenizer: object) -> tuple[list[TrainingRow], Counter[str]]:
-    """Rows as token ids with their masks, and why others are left out.
-
-    The ids that the target itself saw and wrote, stored by `dpace regen` beside the answers, are used where
-    they were made with this tokenizer; everything else is rendered with the chat template.
-    """
-    fingerprint = tokenizer_fingerprint(tokenizer)
-    stored_file = data.with_name("tokens.jsonl")
-    stored = {}
-    if stored_file.exists():
-        stored = {r["id"]: r["turns"] for r in read_rows(stored_file) if r["fingerprint"] == fingerprint}
-    rows: list[TrainingRow] = []
-    skipped: Counter[str] = Counter()
-    options, longest = config.target.template_options(), config.train.max_length
-    for row in read_rows(data):
-        if not isinstance(row.get("id"), str) or not isinstance(row.get("conversations"), list):
-            raise UsageError(
-                f"{data}: a row has no id or no conversations: {str(row)[:100]}", "`dpace prep` makes rows"
-            )
-        if row["id"] in stored:
-            pieces = encode_stored(stored[row["id"]])
-        else:
-            pieces = encode_row(tokenizer, row, options, None)
-        for number, piece in enumerate(pieces):
-            made = _cut(row["id"] if len(pieces) == 1 else f"{row['id']}#{number}", piece, longest, skipped)
-            if len(made.candidates):
-                rows.append(made)
-            else:
-                skipped["fewer than two supervised tokens"] += 1
-    return rows, skipped
-
-
-def _cut(row_id: str, piece: Encoded, longest: int, skipped: Counter[str]) -> TrainingRow:
-    if len(piece.input_ids) > longest:
-        skipped["cut at train.max_length"] += 1
-    return TrainingRow.make(row_id, piece.input_ids[:longest], piece.loss_mask[:longest])
 
 
 def _trainer(config: Config, rows: int) -> tuple[Callable, bool]:

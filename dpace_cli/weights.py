@@ -23,8 +23,7 @@ from torch.nn import functional as F
 from dpace_cli import console
 from dpace_cli.config import Config, decay_length
 from dpace_cli.data.batches import Blocks, TrainingRow, collate, draw_anchors, split_validation
-from dpace_cli.data.jsonl import read_rows
-from dpace_cli.data.tokens import encode_row, encode_stored
+from dpace_cli.data.training import read_training_rows
 from dpace_cli.errors import UsageError
 from dpace_cli.modeling.capture import States
 from dpace_cli.modeling.checkpoint import load_drafter
@@ -114,7 +113,9 @@ def run(
     if not checkpoints:
         raise UsageError("dpace weights needs a checkpoint", "pass --checkpoint FOLDER")
     target = load_target(config.target)
-    rows, held_out = _choose_rows(config, _load_rows(config, data, target), data, checkpoints[0])
+    fingerprint, options = tokenizer_fingerprint(target.tokenizer), config.target.template_options()
+    rows, _ = read_training_rows(data, target.tokenizer, fingerprint, options, config.train.max_length)
+    rows, held_out = _choose_rows(config, rows, data, checkpoints[0])
     states = _SharedStates(target, rows, keep=len(checkpoints) > 1, limit_gb=config.train.cache_limit_gb)
     with console.meter("weights", len(rows) * len(checkpoints), "rows") as meter:
         found = [_checkpoint(config, target, path, rows, states, correlation, meter) for path in checkpoints]
@@ -165,27 +166,6 @@ def write(
 
 
 # --- rows -------------------------------------------------------------------------------------------------
-
-
-def _load_rows(config: Config, data: Path, target: Target) -> list[TrainingRow]:
-    """Rows as the training reads them: the target's own ids where they are stored, else rendered."""
-    fingerprint = tokenizer_fingerprint(target.tokenizer)
-    stored_file = data.with_name("tokens.jsonl")
-    stored = {}
-    if stored_file.exists():
-        stored = {row["id"]: row["turns"] for row in read_rows(stored_file) if row["fingerprint"] == fingerprint}
-    longest, made = config.train.max_length, []
-    for row in read_rows(data):
-        if not isinstance(row.get("id"), str) or not isinstance(row.get("conversations"), list):
-            raise UsageError(f"{data}: a row has no id or no conversations", "`dpace prep` makes rows")
-        if row["id"] in stored:
-            pieces = encode_stored(stored[row["id"]])
-        else:
-            pieces = encode_row(target.tokenizer, row, config.target.template_options(), None)
-        for number, piece in enumerate(pieces):
-            name = row["id"] if len(pieces) == 1 else f"{row['id']}#{number}"
-            made.append(TrainingRow.make(name, piece.input_ids[:longest], piece.loss_mask[:longest]))
-    return [row for row in made if len(row.candidates)]
 
 
 def _choose_rows(

@@ -5,11 +5,13 @@ The drafter borrows the target's embedding and head, so its width is the target'
 
 from __future__ import annotations
 
+import hashlib
 import re
 from typing import Any
 
 import torch
 from dflash.model import DFlashDraftModel, build_target_layer_ids
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Config
 
@@ -54,6 +56,8 @@ def drafter_config(
         head_dim=getattr(target_config, "head_dim", None) or target_config.hidden_size // heads,
         hidden_act="silu",
         max_position_embeddings=target_config.max_position_embeddings,
+        # 0.02, the usual constant, is this at Qwen3-4B's width; narrower drafters learn faster from larger weights.
+        initializer_range=target_config.hidden_size**-0.5,
         rms_norm_eps=getattr(target_config, "rms_norm_eps", 1e-6),
         rope_parameters=rope,
         attention_bias=False,
@@ -78,6 +82,20 @@ def build_drafter(config: Qwen3Config, seed: int) -> DFlashDraftModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return DFlashDraftModel(config).float()
+
+
+def embedding_scale(target_model: nn.Module) -> float:
+    """Factor that the target's embedding module puts on its weight (Gemma); 1 elsewhere."""
+    return float(getattr(target_model.get_input_embeddings(), "embed_scale", 1.0))
+
+
+def weights_hash(drafter: nn.Module) -> str:
+    """Hex SHA-256 of all weights by name, to show that two drafters begin alike."""
+    digest = hashlib.sha256()
+    for name, tensor in drafter.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def target_layer_ids(num_target_layers: int, train: TrainConfig) -> list[int]:

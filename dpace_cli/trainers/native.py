@@ -28,7 +28,7 @@ from dpace_cli.errors import Interrupted, RunError, UsageError
 from dpace_cli.head import HeadOutput, objective_head
 from dpace_cli.modeling.capture import States
 from dpace_cli.modeling.checkpoint import Saved, checkpoint_name, load_drafter, newest_whole, prune, save_checkpoint
-from dpace_cli.modeling.drafter import build_drafter, drafter_config
+from dpace_cli.modeling.drafter import build_drafter, drafter_config, embedding_scale, weights_hash
 from dpace_cli.modeling.drafter_forward import packed_hidden
 from dpace_cli.modeling.simulate import simulate
 from dpace_cli.modeling.target import Target
@@ -64,7 +64,7 @@ class DrafterLoss:
         device = target.device.type
         half = train.compute_dtype == "bfloat16" or (train.compute_dtype == "auto" and device == "cuda")
         self.autocast = (lambda: torch.autocast(device, torch.bfloat16)) if half else nullcontext
-        self.scale = embedding_scale(target)
+        self.scale = embedding_scale(target.model)
 
     def __call__(self, blocks: Blocks, states: Tensor, last: Tensor | None) -> HeadOutput:
         """Numerator, divisor and metrics of a micro-batch; no division has been done.
@@ -105,20 +105,14 @@ class DrafterLoss:
         return last[sequence[rows], position[rows] - 1]
 
 
-def embedding_scale(target: Target) -> float:
-    """Factor that the target's embedding module puts on its weight (Gemma); 1 elsewhere."""
-    scale = getattr(target.model.get_input_embeddings(), "embed_scale", 1.0)
-    return float(scale)
-
-
 class _Training:
     """The state of one training: what a checkpoint holds, and the loop that moves it on."""
 
     def __init__(self, job: Job, target: Target, ranks: Ranks) -> None:
         self.job, self.target, self.ranks, self.train = job, target, ranks, job.config.train
-        config = drafter_config(target.config, target.tokenizer, self.train, embedding_scale(target))
+        config = drafter_config(target.config, target.tokenizer, self.train, embedding_scale(target.model))
         self.drafter = build_drafter(config, self.train.seed).to(target.device)
-        self.hashes = {"initial_weights": _weights_hash(self.drafter), "data_order": "", "anchors": ""}
+        self.hashes = {"initial_weights": weights_hash(self.drafter), "data_order": "", "anchors": ""}
         self.loss = DrafterLoss(self.drafter, target, self.train)
         self.parameters = dict(self.drafter.named_parameters())
         self.optimizer = _optimizer(self.parameters.values(), self.train)
@@ -454,14 +448,6 @@ def _optimizer(parameters: Any, train: TrainConfig) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=train.learning_rate, betas=(train.adam_beta1, train.adam_beta2), fused=True)
-
-
-def _weights_hash(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _summary(sums: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from typing import IO, Any
 
 import torch
 from dflash.model import DFlashDraftModel
-from torch import nn
 
 from dpace_cli import console
 from dpace_cli.config import Config, TrainConfig
@@ -24,7 +23,7 @@ from dpace_cli.data.batches import TrainingRow
 from dpace_cli.errors import RunError, UsageError
 from dpace_cli.modeling.capture import CAPTURE_TOKENS, States
 from dpace_cli.modeling.checkpoint import save_checkpoint
-from dpace_cli.modeling.drafter import build_drafter, drafter_config
+from dpace_cli.modeling.drafter import build_drafter, drafter_config, embedding_scale, weights_hash
 from dpace_cli.modeling.identity import target_sha256
 from dpace_cli.modeling.simulate import simulate
 from dpace_cli.modeling.target import Target, target_location
@@ -58,11 +57,10 @@ class _Training:
     def __init__(self, job: Job, target: Target) -> None:
         self.job, self.target, self.train = job, target, job.config.train
         self.schedule = check(job.config, len(job.rows))
-        scale = float(getattr(target.model.get_input_embeddings(), "embed_scale", 1.0))
-        config = drafter_config(target.config, target.tokenizer, self.train, scale)
+        config = drafter_config(target.config, target.tokenizer, self.train, embedding_scale(target.model))
         refuse_scaled(config)
         self.drafter = build_drafter(config, self.train.seed)
-        hashes = {"initial_weights": _weights_hash(self.drafter), "data_order": order_hash(job)}
+        hashes = {"initial_weights": weights_hash(self.drafter), "data_order": order_hash(job)}
         self.course = Course(job, self.schedule, hashes, lambda: self.drafter, self._simulated)
         self.features, self.initial = self.course.work / "features", self.course.work / "initial"
         # SpecForge holds drafter, embedding, head and features in one type; its master weights are float32.
@@ -255,12 +253,3 @@ def order_hash(job: Job) -> str:
     parts = [train.seed, train.batch_size, train.accumulation_steps, train.nproc, train.num_anchors,
              [row.id for row in job.rows]]  # fmt: skip
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def _weights_hash(model: nn.Module) -> str:
-    """As the native trainer's, so that the two can be compared."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
