@@ -72,6 +72,27 @@ def test_places_lead_back_to_the_rows(tmp_path):
     assert [(row.place, row.number) for row in rows_of(path)[0]] == [("line", n + 2) for n in range(len(ROWS))]
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    ends=st.lists(st.sampled_from([[], [{}], {}, "}", '}, {"id": 1', 3, [[["x"]]]]), min_size=1, max_size=30),
+    layout=st.sampled_from(["array", "pretty array", "values"]),
+    chunk=st.sampled_from([16, 200, 1 << 20]),
+)
+def test_rows_of_an_array_may_end_as_they_like(tmp_path_factory, ends, layout, chunk):
+    rows = [{"id": str(n), "conversations": end} for n, end in enumerate(ends)]
+    text = LAYOUTS[layout](rows).encode()
+    path = tmp_path_factory.mktemp("ends") / "rows.json"
+    path.write_bytes(text)
+    before, reading.CHUNK_BYTES = reading.CHUNK_BYTES, chunk if layout != "values" else 1 << 20
+    try:
+        found, source = rows_of(path)
+    finally:
+        reading.CHUNK_BYTES = before
+    assert [row.value for row in found] == rows
+    if source.layout != "lines":
+        assert all(text[row.number : row.number + len(row.data)] == row.data for row in found)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     layout=st.sampled_from(["array", "pretty array", "lines", "values"]),

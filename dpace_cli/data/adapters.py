@@ -203,8 +203,9 @@ HUB_IDS = {
 
 def _id(row: Mapping[str, Any]) -> Any:
     for key in ("id", "prompt_id", "conversation_id", "uuid"):
-        if row.get(key) is not None:
-            return row[key]
+        found = row.get(key)
+        if found is not None:
+            return found
     return None
 
 
@@ -288,7 +289,7 @@ class Cleaner:
             last = role
         if not messages and not began_late:
             raise Rejected("empty_conversation")
-        if not any(message["role"] == "user" for message in messages):
+        if (not messages or messages[0]["role"] != "user") and not any(m["role"] == "user" for m in messages):
             self._reject("no_user_turn")
             if not messages:
                 raise Rejected("empty_conversation")
@@ -297,7 +298,9 @@ class Cleaner:
         if tools:
             self.saw_numbers = True
             tools = _objects(tools)
-        return Row(self._key(key), messages, tools or None, repairs, plain and not tools)
+        return Row(
+            key if key.__class__ is str else self._key(key), messages, tools or None, repairs, plain and not tools
+        )
 
     def _fields(self, turn: Any, repairs: set[str]) -> tuple[str, Any]:
         """Role and content of a turn in any of the known forms."""
@@ -371,7 +374,7 @@ class Cleaner:
         if isinstance(key, int | float) and not isinstance(key, bool):
             self.saw_numbers = True
             return str(key)
-        return key if isinstance(key, str) else ""
+        return ""
 
     def _repair(self, rule: str, otherwise: str, repairs: set[str]) -> bool:
         """True: repair it. Where the rule is off, the row is rejected, or left as it is if that is off, too."""

@@ -183,7 +183,7 @@ class SourceFile:
     def _values(self, stream: IO[bytes], head: bytes, start: int) -> Iterator[RawRow]:
         window = _Window(head, start, lambda size: self._read(stream, size))
         name, inside = str(self.path), False
-        glue: bytes | None = None  # end of one row, what lies between, and start of the next
+        glues: list[_Glue] = []
         keys: list[str] | None = None
         last_end = 0
         while True:
@@ -199,20 +199,16 @@ class SourceFile:
                 window.position += 1
                 continue
             begin = window.position
-            if last_end and glue is None and keys:
-                # Taken from two neighbours, so that most rows can be found without looking into them. A wrong
-                # find is harmless: no proper part of an object is an object.
-                glue = _glue(window.data, last_end, begin, keys)
-            if glue is not None and (found := window.data.find(glue, begin)) >= 0:
-                data = window.data[begin : found + 1]
-                try:
-                    value = orjson.loads(data)
-                except ValueError:
-                    pass
-                else:
-                    yield RawRow(value, None, data, "byte", window.offset(begin), name)
-                    window.position = found + 1
-                    continue
+            if last_end and not glues and keys:
+                glues = _glues(window.data, last_end, begin, keys)
+            data, value, following = _glued(window.data, begin, glues)
+            if data:
+                yield RawRow(value, None, data, "byte", window.offset(begin), name)
+                window.position, last_end = following, begin + len(data)
+                continue
+            if glues and len(window.data) - begin < CHUNK_BYTES and window.grow():
+                last_end = 0  # a look at more of it is cheaper than a look into it
+                continue
             end = _row_end(window.data, begin)
             if (end is None or end == len(window.data)) and len(window.data) - begin < MAX_ROW_BYTES and window.grow():
                 last_end = 0
@@ -341,7 +337,7 @@ def _layout(head: bytes) -> str:
         return "lines"
     if text.startswith(b"["):
         return "array"
-    if not rest or _parses(first):
+    if first.strip() != b"{" and (not rest or _parses(first)):
         return "lines"
     end = _row_end(text, 0)
     if end is None:
@@ -391,10 +387,45 @@ def _row_end(data: bytes, start: int) -> int | None:
     return None
 
 
-def _glue(data: bytes, end: int, start: int, keys: list[str]) -> bytes | None:
-    """Last byte of a row, what follows, and the next row up to its first key, if that key is the usual one."""
-    opening = re.compile(rb"\{\s*" + re.escape(orjson.dumps(keys[0]))).match(data, start)
-    return data[end - 1 : opening.end()] if opening else None
+class _Glue(NamedTuple):
+    """End of one row, what lies between, and the next row up to its first key; how much the first two are."""
+
+    data: bytes
+    tail: int
+    between: int
+
+
+def _glues(data: bytes, end: int, start: int, keys: list[str]) -> list[_Glue]:
+    """What lies between two neighbours, by which most rows are found without looking into them.
+
+    First with all the brackets of the row's end, since a longer piece is found faster, then with the last one
+    alone, for rows that end otherwise; nothing where the second row begins with another key.
+    """
+    opening = re.compile(rb"\{\s*" + re.escape(orjson.dumps(keys[0])) + rb"\s*:").match(data, start)
+    if opening is None:
+        return []
+    last = data[max(0, end - 100) : end]
+    tails = (len(last) - len(last.rstrip(b"]} \t\r\n")), 1)
+    return [_Glue(data[end - tail : opening.end()], tail, start - end) for tail in tails]
+
+
+def _glued(data: bytes, begin: int, glues: list[_Glue]) -> tuple[bytes, Any, int]:
+    """The row that begins at `begin`, what it holds, and where the next one begins; b"" where none is found so.
+
+    A wrong find is harmless: no proper part of an object is an object. Glue that is out of date is thrown away.
+    """
+    for glue, tail, between in glues:
+        found = data.find(glue, begin)
+        if found >= 0:
+            row = data[begin : found + tail]
+            try:
+                value = orjson.loads(row)
+            except ValueError:
+                continue
+            if tail == 1 and glues[0].data not in data:
+                glues.clear()
+            return row, value, found + tail + between
+    return b"", None, begin
 
 
 def _next_row(data: bytes, start: int, end: int | None, keys: list[str] | None) -> int | None:
