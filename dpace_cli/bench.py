@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -24,7 +25,10 @@ from dpace_cli.data.benchmarks import dataset_name, load_prompts
 from dpace_cli.engines.measure_base import Done, block_size_of, target_name
 from dpace_cli.errors import UsageError
 from dpace_cli.records import CheckpointRef, RunFolder, read_json
+from dpace_cli.render.terminal import TerminalTable
 from dpace_cli.results import BenchRecord
+from dpace_cli.tables.catalog import SR_NOTE, TAU_NOTE
+from dpace_cli.tables.table import MISSING, Column, Table
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,39 @@ class BenchResult:
     lossless: float | None
     result: Path
     results: list[Measured]
+
+    def __rich_console__(self, _console: Console, _options: ConsoleOptions) -> RenderResult:
+        yield TerminalTable(_table(self.results))
+        folder = os.path.commonpath([line.result.parent for line in self.results])
+        records = f"{len(self.results)} record{'' if len(self.results) == 1 else 's'}"
+        yield Text(f"\n{records} in {folder}; `dpace report` compares them", style="dim")
+
+
+def _table(lines: Sequence[Measured]) -> Table:
+    """The figures of a call; what is the same everywhere, or nowhere, has no column."""
+
+    def varies(name: str) -> bool:
+        return len({getattr(line, name) for line in lines}) > 1
+
+    headings = [("Data set", "dataset"), ("Temperature", "temperature"), ("In flight", "concurrency"), ("Arm", "arm"),
+                ("Seed", "seed"), ("Step", "step")]  # fmt: skip
+    headings = [(words, name) for words, name in headings if name in ("dataset", "temperature", "arm") or varies(name)]
+    columns = [("prompts", "prompts", "d"), ("SR", "sr", ".2f"), ("tau", "tau", ".2f"),
+               ("pooled tau", "tau_pooled", ".2f"), ("lossless", "lossless", ".1%")]  # fmt: skip
+    columns = [column for column in columns if any(getattr(line, column[1]) is not None for line in lines)]
+    counts = [("near-ties", "near_ties", "d"), ("broken", "broken", "d"), ("errors", "errors", "d")]
+    columns += [column for column in counts if any(getattr(line, column[1]) for line in lines)]
+
+    def text(value: float | str | None) -> str:
+        return value if isinstance(value, str) else MISSING if value is None else f"{value:g}"
+
+    return Table(
+        "bench", "Measured",
+        (*(Column(words, heading=True) for words, _ in headings), *(Column(w, format=form) for w, _, form in columns)),
+        tuple((*(text(getattr(line, name)) for _, name in headings), *(getattr(line, name) for _, name, _ in columns))
+              for line in lines),
+        (SR_NOTE, TAU_NOTE) if any(line.sr is not None for line in lines) else (TAU_NOTE,),
+    )  # fmt: skip
 
 
 def run(config: Config, checkpoints: Sequence[CheckpointRef], folder: RunFolder | Path) -> BenchResult:

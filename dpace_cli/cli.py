@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Literal, TYPE_CHECKING
 
 import typer
 import typer.core
@@ -291,7 +291,7 @@ def bench(
              "bench.max_new_tokens": max_new_tokens, "bench.base_url": base_url,
              "bench.baseline_url": baseline_url}  # fmt: skip
     loaded, folder = open_run(config, preset, run, flags, overrides)
-    chosen = checkpoints_of(folder, checkpoint)
+    chosen = checkpoints_of(folder, checkpoint, loaded.bench.checkpoints)
     if dry_run:
         return stage.launch_commands(loaded, chosen)
     return stage.run(loaded, chosen, Path(output) if output else folder / "bench")
@@ -307,11 +307,14 @@ def report(
 ) -> Any:  # fmt: skip
     """Tables, plots and a model card of result files or run folders."""
     from dpace_cli import report as stage
+    from dpace_cli.records import RunFolder
     from dpace_cli.settings import is_override
 
     flags = {"report.reference": reference, "report.paper": paper or None}
-    loaded, folder = open_run(config, preset, run, flags, [i for i in inputs or [] if is_override(i)])
     paths = [Path(item) for item in inputs or [] if not is_override(item)]
+    if not (config or preset or run) and len(paths) == 1 and RunFolder(paths[0]).config_file.exists():
+        run = paths[0]  # a run's report goes into the run, and has its config
+    loaded, folder = open_run(config, preset, run, flags, [i for i in inputs or [] if is_override(i)])
     result = stage.run(loaded, paths or [folder.root], output or folder / "report")
     if push_to_hub:
         stage.push_to_hub(result, push_to_hub)
@@ -443,15 +446,15 @@ def _top(
         raise typer.Exit
 
 
-def checkpoints_of(folder: RunFolder, patterns: list[str] | None) -> list[Any]:
-    """The checkpoints that a command works on: the named ones, else the last of every arm of the run.
+def checkpoints_of(folder: RunFolder, patterns: list[str] | None, which: Literal["last", "all"] = "last") -> list[Any]:
+    """The checkpoints that a command works on: the named ones, else the last, or all, of every arm of the run.
 
     Raises:
         UsageError: there is none.
     """
     from dpace_cli.records import find_checkpoints
 
-    return find_checkpoints(folder, patterns)
+    return find_checkpoints(folder, patterns, which)
 
 
 def _text(path: Path | None) -> str | None:

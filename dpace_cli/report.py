@@ -30,6 +30,9 @@ FORMATS = ("md", "html", "json", "csv", "tex", "png", "card")
 
 MODEL_CARD = "model-card.md"
 
+ONLY_IN_FILES = ("figures-", "acceptance-", "positions-", "weights-", "dynamics-")
+"""Tables that a terminal is spared, by the beginning of their names."""
+
 
 @dataclass(frozen=True)
 class ReportResult:
@@ -55,9 +58,8 @@ class ReportResult:
     tables: list[Table]
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
-        shown = ("speed", "differences", "lossless", "published")
         for table in self.tables:
-            if table.name.split("-")[0] in shown:
+            if not table.name.startswith(ONLY_IN_FILES):
                 yield TerminalTable(table)
                 yield Text()
         for caution in self.cautions:
@@ -291,6 +293,9 @@ class _Report:
     def _keys(self) -> list[KeyFigure]:
         """What to remember: the best arm's tau, SR and differences on the first section."""
         section, arm = self.first, self.best
+        only = None if section.figures(arm, None) else next((d for d in section.data_sets if d in arm.records), None)
+        where = f"{only or f'average of {len(section.data_sets)} data sets'}, {section.title}"
+        interval = f"{100 * section.bootstrap.confidence:g}% interval"
         reference = section.reference_of(arm)
         ours, theirs = _headline(section, arm), _headline(section, reference) if reference else {}
         delta = _headline_difference(section, arm)
@@ -298,7 +303,7 @@ class _Report:
         for measure, label in (("tau", "tokens a verify step (tau)"), ("sr", "times as fast as the target (SR)")):
             if measure not in ours:
                 continue
-            details = [_bounds(ours[measure])]
+            details = [where, f"{interval} {_bounds(ours[measure])}" if _bounds(ours[measure]) else ""]
             if measure in theirs:
                 details.append(f"{section.name_of(reference)}: {theirs[measure].value:.2f} {_bounds(theirs[measure])}")
             if f"delta_{measure}" in delta:
@@ -308,7 +313,7 @@ class _Report:
         checked = [p.lossless for r in arm.all_records() for p in r.finished if p.lossless is not None]
         if checked:
             ties = sum(record.near_ties for record in arm.all_records())
-            details = [f"of {_count(len(checked), 'request')}"]
+            details = [f"of {_count(len(checked), 'request')}, temperature 0"]
             if sum(checked) < len(checked):
                 details.append(f"{ties} of {len(checked) - sum(checked)} others are near-ties decided by rounding")
             equal = f"{sum(checked) / len(checked):.1%}"
@@ -343,7 +348,8 @@ def _part(section: Section, figures: Sequence[Figure]) -> Part:
         catalog.differences(section), catalog.ablation(section), *catalog.by_factor(section), catalog.lossless(section),
         catalog.figures(section),
     ]  # fmt: skip
-    items = [catalog.speed(section), *figures, *(table for table in rest if table is not None)]
+    above = [table for table in (catalog.overview(section), catalog.speed(section)) if table is not None]
+    items = [*above, *figures, *(table for table in rest if table is not None)]
     return Part(section.title[0].upper() + section.title[1:], f"Target {Path(section.target).name}.", items)
 
 

@@ -7,10 +7,11 @@ How intervals are made. SR and both taus are quotients of two sums over prompts,
 share of either sum. An arm's figure is the mean over its seeds. Prompts are what is resampled, with
 replacement, all turns of a conversation and all seeds and arms together: both arms of a comparison see the
 same resample, and what makes one prompt harder than another cancels in their difference. An average over data
-sets resamples each of them by itself. The interval says how the figure would move with other prompts; how it
-moves with the seed of training is shown beside it as the spread over seeds, because a handful of seeds is too
-few to resample. Method: bias-corrected and accelerated (BCa, Efron 1987), from scipy; where that is not
-defined, because all resamples agree or all lie on one side of the figure, the percentile method, by name.
+sets resamples each of them by itself. Method: bias-corrected and accelerated (BCa, Efron 1987), from scipy; where
+that is not defined, because all resamples agree or all lie on one side of the figure, the percentile method, by
+name. That interval says how the figure would move with other prompts. How it moves with the seed of training is
+another question, with an interval of its own: a handful of seeds is too few to resample, so it is Student's t
+over the seeds' own figures (`Estimate.over_seeds`), which with three seeds is wide, as it should be.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Estimate:
         value: the figure.
         low, high: bounds of its interval; None where there is none (one prompt, or nothing to resample).
         prompts: prompts that it is made of.
-        method: BCa | percentile; None without an interval.
+        method: BCa | percentile | t; None without an interval.
         by_seed: the figure of each training seed.
     """
 
@@ -60,6 +61,16 @@ class Estimate:
     def spread(self) -> float | None:
         """Standard deviation over training seeds; None with fewer than two."""
         return float(np.std(self.by_seed, ddof=1)) if len(self.by_seed) > 1 else None
+
+    def over_seeds(self, confidence: float) -> Estimate | None:
+        """The mean over training seeds with Student's t interval; None with fewer than two."""
+        if len(self.by_seed) < 2:
+            return None
+        from scipy import stats  # slow to import, and most commands make no interval
+
+        mean = float(np.mean(self.by_seed))
+        half = float(stats.t.ppf((1 + confidence) / 2, len(self.by_seed) - 1)) * self.spread / len(self.by_seed) ** 0.5
+        return Estimate(mean, mean - half, mean + half, self.prompts, "t", self.by_seed)
 
     def excludes(self, value: float) -> bool:
         """Does the interval leave `value` out? False without an interval."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from bench_models import BLOCK, checkpoint, greedy, new_drafter, trained_drafter
+from rich.console import Console
 
 from dpace_cli import bench
 from dpace_cli.config import Config, TargetConfig
@@ -101,6 +103,23 @@ def test_one_record_for_each_arm_data_set_and_temperature(config, trained, tmp_p
     assert first.prompts == 3 and first.requests == 4
     assert [record for _, record in load_records([tmp_path])] != []
     assert not list(tmp_path.rglob("*.partial.jsonl"))
+
+
+def test_the_terminal_shows_a_row_for_each_record_and_no_empty_column(config, trained, tmp_path):
+    result = bench.run(config, trained, tmp_path / "bench")
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(result)
+    text = console.export_text()
+    lines = [line.split() for line in text.splitlines()]
+    rows = [line for line in lines if "dpace" in line or "dflash" in line][:4]
+    expected = [
+        [f"{line.sr:.2f}", f"{line.tau:.2f}", f"{line.tau_pooled:.2f}",
+         "–" if line.lossless is None else f"{line.lossless:.1%}"]
+        for line in result.results
+    ]  # fmt: skip
+    assert [row[-4:] for row in rows] == expected
+    assert "4 records in" in text and "Seed" not in text and "broken" not in text and "errors" not in text
+    assert max(map(len, text.splitlines()[:12])) <= 80
 
 
 def test_the_arms_of_a_call_share_the_baseline_and_every_prompt(undisturbed):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer.testing
+from report_setup import drawn, save_run
 
 from dpace_cli.cli import app
 
@@ -55,6 +56,16 @@ def test_wrong_usage_is_exit_code_2_and_no_traceback(arguments, message):
     done = runner.invoke(app, arguments)
     assert done.exit_code == 2, done.stderr
     assert message in done.stderr.replace("\n", " ") and "Traceback" not in done.stderr
+
+
+def test_the_report_of_one_run_folder_is_that_runs(tmp_path):
+    folder = save_run(tmp_path / "elsewhere" / "mine", [drawn("dflash", 0.5, 4), drawn("dpace", 0.8, 4)])
+    (folder / "config.yaml").write_text("report: {reference: dflash, bootstrap_samples: 199}\n")
+    done = runner.invoke(app, ["report", str(folder), "--json"])
+    assert done.exit_code == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["reference"], Path(result["output"])) == ("dflash", folder / "report")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_command_works_on_the_newest_run_and_says_which(sharegpt, monkeypatch):

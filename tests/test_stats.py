@@ -18,6 +18,7 @@ from scipy import stats as scipy_stats
 from dpace_cli.stats import (
     QUANTILES,
     Bootstrap,
+    Estimate,
     Request,
     Sample,
     acceptance_by_position,
@@ -158,6 +159,16 @@ def test_difference_of_each_seed_is_kept_where_both_arms_have_the_seeds():
     assert compare([arm], [reference], FEW)["delta_tau"].by_seed == pytest.approx((1.0, 3.0))
     other = Sample((*reference.prompts,), (0, 2), reference.above, reference.below)
     assert compare([arm], [other], FEW)["delta_tau"].by_seed == ()
+
+
+@pytest.mark.parametrize("confidence", [0.9, 0.95])
+def test_interval_over_seeds_is_students_t(confidence):
+    values = (0.52, 0.61, 0.44)
+    found = Estimate(sum(values) / 3, 0.5, 0.55, 12, "BCa", values).over_seeds(confidence)
+    expected = scipy_stats.ttest_1samp(values, 0).confidence_interval(confidence)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+    assert (found.value, found.method, found.prompts) == (pytest.approx(sum(values) / 3), "t", 12)
+    assert Estimate(0.5, 0.4, 0.6, 12, "BCa", (0.5,)).over_seeds(confidence) is None
 
 
 def test_other_prompts_cannot_be_compared():

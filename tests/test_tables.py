@@ -197,6 +197,48 @@ def test_counters_of_a_server_give_pooled_tau_without_interval():
     assert found["tau_pooled"] == Estimate(3.5, by_seed=(3.5,))
 
 
+def test_overview_has_a_row_for_each_arm_and_both_intervals_of_its_difference():
+    records = [
+        drawn(arm, rate, dataset=data_set, seed=seed)
+        for arm, rate in (("dflash", 0.5), ("dpace", 0.8))
+        for data_set in ("gsm8k", "mbpp")
+        for seed in (0, 1, 2)
+    ]
+    section = only(records, "dflash")
+    table = catalog.overview(section)
+    arm, base = row_of(table, "dpace"), row_of(table, "dflash")
+    by_seed = [
+        statistics.fmean(r.tau for r in records if (r.arm, r.seed) == ("dpace", seed))
+        - statistics.fmean(r.tau for r in records if (r.arm, r.seed) == ("dflash", seed))
+        for seed in (0, 1, 2)
+    ]
+    assert arm["seeds"] == 3 and base["tau difference"] is None and base["tau over seeds"] is None
+    assert arm["tau mean"].value == pytest.approx(statistics.fmean(r.tau for r in records if r.arm == "dpace"))
+    assert arm["tau difference"].value == pytest.approx(statistics.fmean(by_seed))
+    assert arm["tau over seeds"].value == pytest.approx(statistics.fmean(by_seed))
+    assert arm["tau over seeds"].method == "t" and arm["tau difference"].method != "t"
+    bold = {(table.rows[row][0], table.columns[column].full_name) for row, column in table.best}
+    assert ("dpace", "tau difference") in bold and not any(arm == "dflash" for arm, _ in bold)
+    assert "average of 2 data sets" in table.notes[0] and "to dflash" in table.notes[0]
+
+
+def test_overview_of_one_seed_and_one_data_set_is_that_data_sets_figure():
+    records = [drawn("dflash", 0.5), drawn("dpace", 0.8)]
+    table = catalog.overview(only(records, "dflash"))
+    assert not any(column.name in ("seeds", "over seeds") for column in table.columns)
+    assert row_of(table, "dpace")["tau value"].value == pytest.approx(records[1].tau)
+    assert "Over gsm8k" in table.notes[0]
+    assert catalog.overview(only(records[:1])) is None
+
+
+def test_reduction_and_top_k_are_factors_too():
+    records = [drawn(f"dpace-{r}", 0.5, objective={"name": "dpace", "alpha": 0.5, "reduction": r}) for r in "ab"]
+    records += [drawn(f"topk-prefix-top{k}", 0.5, objective={"name": "topk-prefix", "top_k": k}) for k in (8, 4)]
+    reduction, top_k = catalog.by_factor(only(records))
+    assert (reduction.name, [row[2] for row in reduction.rows]) == ("reduction-t0", ["a", "b"])
+    assert (top_k.name, [row[2] for row in top_k.rows]) == ("top-k-t0", ["4", "8"])
+
+
 def test_alpha_table_has_the_arms_that_differ_in_alpha_alone():
     records = [drawn(f"dpace-a{a:g}", 0.5, objective={"name": "dpace", "alpha": a}) for a in (0.5, 0.0, 0.1)]
     records.append(drawn("dflash", 0.5, objective={"name": "dflash", "gamma": 7.0}))

@@ -21,6 +21,9 @@ from dpace_cli.tables.positions import (
 )
 from dpace_cli.tables.table import Table
 
+ENOUGH_TRIALS = 20
+"""Drafts that a share must be made of to be drawn: of fewer, a line shows nothing but chance."""
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -107,10 +110,16 @@ def _positions(section: Section, look: Look) -> list[Figure]:
     if table is None:
         return []
     title = f"Acceptance by position, {section.title}"
-    words = "; ".join(f"{name} {own[0].value:.0%}" for name, own in made.items() if own[0].value is not None)
+    made = {name: own for name, own in made.items() if own[0].trials >= ENOUGH_TRIALS}
+    if not made:
+        return []
+    words = "; ".join(f"{name} {own[0].value:.0%}" for name, own in made.items())
     alt = f"{title}: share accepted given that all earlier positions were, a line an arm. At position 1: {words}."
-    series = {name: (range(1, len(own) + 1), [rate.value for rate in own]) for name, own in made.items()}
-    y_axis = "accepted, given that all earlier positions were"
+    series = {
+        name: (range(1, len(own) + 1), [rate.value if rate.trials >= ENOUGH_TRIALS else None for rate in own])
+        for name, own in made.items()
+    }
+    y_axis = f"accepted, given that all earlier positions were (where {ENOUGH_TRIALS} drafts or more came so far)"
     plot = plots.lines(table.name, title, alt, "position in the block", y_axis, series, look, percent=True)
     return [Figure(plot, table)]
 

@@ -64,7 +64,7 @@ section { margin: 3.25rem 0; }
 .scroll { overflow-x: auto; margin: 1.5rem 0 0.5rem; }
 table { border-collapse: collapse; font-size: 0.9rem; line-height: 1.4; }
 caption { text-align: left; font-weight: 600; padding-bottom: 0.5rem; font-size: 1rem; }
-caption span { display: inline-block; max-width: calc(100vw - 2.5rem); }
+caption span { display: inline-block; width: max-content; max-width: min(60rem, calc(100vw - 2.5rem)); }
 th, td { padding: 0.3rem 0.8rem 0.3rem 0; text-align: right; white-space: nowrap; vertical-align: baseline; }
 th:last-child, td:last-child { padding-right: 0.2rem; }
 thead th { color: var(--muted); font-weight: 500; border-bottom: 1px solid var(--line); vertical-align: bottom; }
@@ -73,7 +73,7 @@ thead th[scope="col"]:not(.number), tbody th { text-align: left; }
 tbody th { font-weight: 400; white-space: normal; min-width: 3.5rem; }
 tbody tr + tr > * { border-top: 1px solid color-mix(in srgb, var(--line) 60%, transparent); }
 tbody tr:hover { background: var(--panel); }
-.note { color: var(--muted); font-size: 0.85rem; margin: 0.2rem 0; }
+.note { color: var(--muted); font-size: 0.85rem; margin: 0.2rem 0; text-wrap: pretty; }
 
 figure { margin: 2rem 0; }
 figcaption { font-weight: 600; margin-bottom: 0.6rem; }
@@ -100,7 +100,7 @@ _PRINT = """
   figure, tr, .keys, .cautions { break-inside: avoid; }
   h2, figcaption, caption { break-after: avoid; }
   .scroll { overflow: visible; }
-  .plot { max-height: 21cm; }
+  .plot { max-width: 14cm; max-height: 21cm; }
   figure > .note { display: none; }
   table { font-size: 8pt; }
   th, td { padding-right: 0.5rem; }

@@ -34,6 +34,60 @@ def _interval_note(section: Section) -> str:
     )
 
 
+# --- what an arm is worth ------------------------------------------------------------------------------------
+
+
+def overview(section: Section) -> Table | None:
+    """A row for each arm: tau, SR and what sets them apart from the reference, over all data sets."""
+    only = section.data_sets[0] if len(section.data_sets) == 1 else None
+    if len(section.arms) < 2 or not any(section.figures(arm, only) for arm in section.arms):
+        return None
+    confidence = section.bootstrap.confidence
+    seeded = any(len(arm.seeds) > 1 for arm in section.arms)
+    timed = any("sr" in section.figures(arm, only) for arm in section.arms)
+    columns = [Column("Arm", heading=True)]
+    columns += [Column("seeds", format="d")] if seeded else []
+    for measure in ("tau", "SR") if timed else ("tau",):
+        columns.append(Column("mean" if seeded or only is None else "value", group=measure, interval=True))
+        columns.append(Column("difference", group=measure, format="+.2f", interval=True))
+        if seeded and measure == "tau":
+            columns.append(Column("over seeds", group=measure, format="+.2f", interval=True))
+    rows: list[tuple[Cell, ...]] = []
+    clear: list[tuple[int, int]] = []
+    for arm in section.arms:
+        found, delta = section.figures(arm, only), section.difference(arm, only)
+        row: list[Cell] = [_marked(section, arm), *([len(arm.seeds)] if seeded else [])]
+        for measure in ("tau", "sr") if timed else ("tau",):
+            change = delta.get(f"delta_{measure}")
+            cells = [found.get(measure), change]
+            if seeded and measure == "tau":
+                cells.append(change.over_seeds(confidence) if change is not None else None)
+            for place, cell in enumerate(cells[1:], start=len(row) + 1):
+                if cell is not None and cell.excludes(0):
+                    clear.append((len(rows), place))
+            row += cells
+        rows.append(tuple(row))
+    over = only or f"the average of {len(section.data_sets)} data sets"
+    notes = [f"Over {over}; difference: to {_references(section)}.", _interval_note(section)]
+    if seeded:
+        notes.append(
+            f"over seeds: the mean of the seeds' own differences with its {_percent(section)} interval by Student's t: "
+            "how it moves with other seeds of training, where the interval before it says how with other prompts."
+        )
+    notes += ["In bold: the interval excludes zero.", SR_NOTE if timed else "SR: not measured.", TAU_NOTE]
+    notes.append(_prompt_note(section))
+    notes += _method_note(section, [cell for row in rows for cell in row])
+    return Table(
+        f"arms-{section.slug}", f"Arms, {section.title}", tuple(columns), tuple(rows), tuple(notes), tuple(clear)
+    )
+
+
+def _references(section: Section) -> str:
+    """What the arms are compared with, in words."""
+    names = {section.name_of(reference) for arm in section.arms if (reference := section.reference_of(arm))}
+    return names.pop() if len(names) == 1 else "the reference of the same depth, block size and learning rate"
+
+
 # --- the paper's shape --------------------------------------------------------------------------------------
 
 
@@ -51,18 +105,21 @@ def speed(section: Section) -> Table:
 
 
 def by_factor(section: Section) -> list[Table]:
-    """A table for each of alpha, gamma, block size and learning rate in which arms differ and in nothing else."""
+    """A table for each factor in which arms differ and in nothing else: what the objective takes, and the sizes."""
+    taken: list[tuple[str, str, Callable[[Arm], Any]]] = [
+        (key.replace("_", "-"), key.replace("_", "-"), lambda arm, key=key: arm.objective.get(key, ...))
+        for key in ("alpha", "gamma", "reduction", "top_k")
+    ]
     factors: list[tuple[str, str, Callable[[Arm], Any]]] = [
-        ("alpha", "alpha", lambda arm: arm.objective.get("alpha")),
-        ("gamma", "gamma", lambda arm: arm.objective.get("gamma")),
+        *taken,
         ("block-size", "block size", lambda arm: arm.block_size),
-        ("learning-rate", "learning rate", lambda arm: arm.learning_rate),
+        ("learning-rate", "learning rate", lambda arm: ... if arm.learning_rate is None else arm.learning_rate),
     ]
     tables = []
     for name, words, value in factors:
         groups: dict[Any, list[Arm]] = {}
         for arm in section.arms:
-            if value(arm) is None and name != "gamma":
+            if value(arm) is ...:
                 continue
             rest = tuple(repr(other(arm)) for label, _, other in factors if label != name)
             groups.setdefault((arm.objective_name, arm.layers, *rest), []).append(arm)
@@ -234,8 +291,7 @@ def differences(section: Section) -> Table | None:
     if not rows:
         return None
     against = {arm.name: ref.name for arm in section.arms if (ref := section.reference_of(arm))}
-    only = set(against.values())
-    title = f"against {only.pop()}" if len(only) == 1 else "against the reference of the same depth and block size"
+    title = f"against {_references(section)}"
     notes = [
         _interval_note(section),
         "Both arms see the same resampled prompts. In bold: the interval excludes zero.",
