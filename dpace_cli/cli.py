@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 import typer.core
@@ -329,6 +329,9 @@ def weights(
     output: Output = None,
     alpha: Annotated[float | None, typer.Option("--alpha", help="smoothing of the weights")] = None,
     correlation: Annotated[bool, typer.Option("--correlation", help="how well the surrogate ranks blocks")] = False,
+    saved: Annotated[
+        Path | None, typer.Option("--from", help="draw an earlier result again, from its JSON file; needs no model")
+    ] = None,
     json_output: Json = False,
 ) -> Any:  # fmt: skip
     """Position weights: how much each position of a block can still add to the accepted length.
@@ -338,6 +341,8 @@ def weights(
     """
     from dpace_cli import weights as stage
 
+    if saved is not None:
+        return stage.redraw(saved, output or saved.parent)
     flags = {"target.path": target, "weights.alpha": alpha}
     loaded, folder = open_run(config, preset, run, flags, overrides)
     paths = [ref.path for ref in checkpoints_of(folder, checkpoint)]

@@ -332,6 +332,9 @@ class BenchConfig(Section):
     top_k: int = Field(0, ge=0, description="0: off")
     max_new_tokens: int = Field(2048, ge=1)
     block_size: int | None = Field(None, ge=2, description="null: the checkpoint's")
+    checkpoints: Literal["last", "all"] = Field(
+        "last", description="of each arm; all: every one that train.keep_last left, for a trajectory"
+    )
     seed: int = 0
     warmup_tokens: int = Field(64, ge=0, description="tokens decoded by each arm before timing starts")
     check_lossless: bool = Field(True, description="compare with the target's own greedy output at temperature 0")

@@ -7,17 +7,18 @@ temporary name and renamed, or is append-only JSONL keyed by a row id; a reader 
 from __future__ import annotations
 
 import errno
+import fcntl
 import glob
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from dpace_cli.errors import RunError, UsageError
 
@@ -59,6 +60,42 @@ def writing_folder(path: Path) -> Iterator[Path]:
         raise write_error(path, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def only_one(path: Path) -> Iterator[IO[str]]:
+    """Hold the lock of the folder that `path` is in, so that no second process works there.
+
+    The system lets go of it when the process ends, however it ends; a child process that inherits the open file
+    holds it too. `path` has the number of the holder, for the message.
+
+    Raises:
+        UsageError: another process holds it.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise write_error(path, error) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise UsageError(
+                f"another process ({lock.read().strip() or 'unknown'}) is at work in {path.parent}",
+                "wait for it or end it, then run the same command again",
+            ) from None
+        held_by(lock, os.getpid())
+        yield lock
+
+
+def held_by(lock: IO[str], process: int) -> None:
+    """Note which process an open lock is to name."""
+    lock.seek(0)
+    lock.truncate()
+    lock.write(f"{process}\n")
+    lock.flush()
 
 
 def write_error(path: Path, error: OSError) -> RunError:
@@ -146,11 +183,18 @@ class RunFolder:
         """Folder of one arm's files in `train` or `bench`."""
         return self.root / stage / arm
 
-    def last_checkpoints(self) -> list[CheckpointRef]:
-        """The last complete checkpoint of every arm of the run, by name."""
-        arms = sorted(p for p in (self.root / "train").glob("*") if p.is_dir())
-        steps = {arm: sorted(arm.glob("step-*/model.safetensors"), key=_step) for arm in arms}
-        return [checkpoint_ref(found[-1].parent) for found in steps.values() if found]
+    def checkpoints(
+        self, which: Literal["last", "all"] = "last", arms: Iterable[str] | None = None
+    ) -> list[CheckpointRef]:
+        """Complete checkpoints of the run's arms, by step: of each arm the last, or all that are kept.
+
+        Args:
+            arms: folders of the arms in the wanted order; null: all that are there, by name.
+        """
+        if arms is None:
+            arms = sorted(p.name for p in (self.root / "train").glob("*") if p.is_dir())
+        steps = [sorted(self.arm("train", arm).glob("step-*/model.safetensors"), key=_step) for arm in arms]
+        return [checkpoint_ref(path.parent) for found in steps for path in (found if which == "all" else found[-1:])]
 
 
 @dataclass(frozen=True)
@@ -184,14 +228,16 @@ def checkpoint_ref(path: Path) -> CheckpointRef:
     return CheckpointRef(path, path.absolute().name)
 
 
-def find_checkpoints(folder: RunFolder, patterns: Sequence[str] | None) -> list[CheckpointRef]:
-    """The named checkpoints (folders or glob patterns, by step), else the last of every arm of the run.
+def find_checkpoints(
+    folder: RunFolder, patterns: Sequence[str] | None, which: Literal["last", "all"] = "last"
+) -> list[CheckpointRef]:
+    """The named checkpoints (folders or glob patterns, by step), else the last, or all, of every arm of the run.
 
     Raises:
         UsageError: a pattern names no checkpoint, or the run has none.
     """
     if not patterns:
-        found = folder.last_checkpoints()
+        found = folder.checkpoints(which)
         if not found:
             raise UsageError(f"{folder} has no checkpoint", "`dpace train` makes one, or pass --checkpoint FOLDER")
         return found

@@ -13,9 +13,8 @@ from typing import Any
 
 from dpace_cli import bench, console, prep, regen, report, train, weights
 from dpace_cli.config import Arm, Config
-from dpace_cli.errors import RunError
-from dpace_cli.modeling.checkpoint import checkpoint_name
-from dpace_cli.records import RunFolder, checkpoint_ref, file_sha256, read_json, write_json
+from dpace_cli.errors import RunError, UsageError
+from dpace_cli.records import RunFolder, file_sha256, read_json, write_json
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,15 @@ def run(config: Config, folder: RunFolder) -> tuple[RunResult, report.ReportResu
     Returns:
         The run in short, and its report with every table.
     Raises:
+        UsageError: an arm trains online, which needs servers that are started by hand.
         DpaceError: what a stage raises; the same command goes on from there.
     """
     arms = config.expand_arms()
+    if any(arm.config.train.engine == "specforge" and arm.config.train.specforge.mode == "online" for arm in arms):
+        raise UsageError(
+            "dpace run cannot train online: capture servers have to be started first",
+            "`dpace train --engine specforge train.specforge.mode=online` plans and starts it; then bench and report",
+        )
     steps: list[tuple[str, Callable[[], Any]]] = [
         (f"prep ({config.prep.source})", lambda: _prep(config, folder)),
         (f"regen ({config.regen.engine})", lambda: regen.run(config, folder)),
@@ -89,18 +94,15 @@ def _train(arm: Arm, folder: RunFolder) -> train.TrainResult:
 
 
 def _bench(config: Config, arms: list[Arm], folder: RunFolder) -> Any:
-    return bench.run(config, [checkpoint_ref(_last(arm, folder)) for arm in arms], folder / "bench")
+    found = folder.checkpoints(config.bench.checkpoints, [arm.folder for arm in arms])
+    return bench.run(config, found, folder / "bench")
 
 
 def _weights(config: Config, arms: list[Arm], folder: RunFolder) -> Any:
     """Position weights of each arm's drafter on the first seed."""
-    first = [arm for arm in arms if arm.seed == arms[0].seed]
-    return weights.run(config, [_last(arm, folder) for arm in first], data=folder.answers, output=folder / "weights")
-
-
-def _last(arm: Arm, folder: RunFolder) -> Path:
-    saved = read_json(folder.arm("train", arm.folder) / "manifest.json")
-    return folder.arm("train", arm.folder) / checkpoint_name(saved["result"]["steps"])
+    first = [arm.folder for arm in arms if arm.seed == arms[0].seed]
+    paths = [ref.path for ref in folder.checkpoints(config.bench.checkpoints, first)]
+    return weights.run(config, paths, data=folder.answers, output=folder / "weights")
 
 
 def _paired(arms: list[Arm], trained: dict[str, train.TrainResult]) -> dict[str, bool]:
