@@ -402,7 +402,7 @@ def _glues(data: bytes, end: int, start: int, keys: list[str]) -> list[_Glue]:
     alone, for rows that end otherwise; nothing where the second row begins with another key.
     """
     opening = re.compile(rb"\{\s*" + re.escape(orjson.dumps(keys[0])) + rb"\s*:").match(data, start)
-    if opening is None:
+    if opening is None or not _SKIP.fullmatch(data, end, start):  # a row of another kind lies between
         return []
     last = data[max(0, end - 100) : end]
     tails = (len(last) - len(last.rstrip(b"]} \t\r\n")), 1)
