@@ -127,18 +127,23 @@ def run(
     )  # fmt: skip
 
 
-def load(path: Path) -> WeightsResult:
-    """The result of an earlier call, from its JSON file; no model is needed.
+def redraw(path: Path, output: Path) -> WeightsResult:
+    """The result of an earlier call from its JSON file, and its tables and plots anew; no model is needed.
 
     Raises:
         UsageError: it is not such a file.
+        RunError: the folder cannot be written.
     """
     found, saved = load_weights(path), read_json(path)
+    try:
+        data, rows, held_out = saved["data"], saved["rows"], saved["held_out"]
+    except KeyError as error:
+        raise UsageError(f"{path} is not a whole file of position weights: it has no {error}") from None
+    files = write(found, Path(data), rows, held_out, output)
     last = found[-1]
     return WeightsResult(
-        last.checkpoint, last.alpha, saved["data"], saved["rows"], saved["held_out"], last.blocks, last.positions,
-        last.correlation, found, {},
-    )  # fmt: skip
+        last.checkpoint, last.alpha, data, rows, held_out, last.blocks, last.positions, last.correlation, found, files
+    )
 
 
 def write(

@@ -262,9 +262,12 @@ def test_a_written_result_is_read_back_without_a_model(setup, tmp_path, monkeypa
     lucky = _lucky_checkpoint(config, target, root)
     found = weights.run(config, [*paths, lucky], root / "train.jsonl", tmp_path, correlation=True)
     monkeypatch.setattr(weights, "load_target", None)
-    loaded = weights.load(Path(found.files["json"]))
+    loaded = weights.redraw(Path(found.files["json"]), tmp_path / "again")
     assert loaded.checkpoints == found.checkpoints
     assert (loaded.rows, loaded.alpha, loaded.data) == (found.rows, found.alpha, found.data)
+    assert set(loaded.files) == set(found.files)
+    for name, path in loaded.files.items():
+        assert Path(path).read_bytes() == Path(found.files[name]).read_bytes(), name
 
 
 def test_result_is_json_with_the_documented_fields(result):
@@ -325,11 +328,14 @@ def test_neither_data_nor_checkpoint(setup):
         weights.run(config, [])
 
 
-def test_a_file_of_something_else_is_not_loaded(tmp_path):
+def test_a_file_of_something_else_is_not_loaded(tmp_path, result):
     path = tmp_path / "x.json"
     path.write_text('{"a": 1}')
     with pytest.raises(UsageError, match="not a file of position weights"):
-        weights.load(path)
+        weights.redraw(path, tmp_path)
+    path.write_text(json.dumps({"checkpoints": [to_json(found) for found in result.checkpoints]}))
+    with pytest.raises(UsageError, match="no 'data'"):
+        weights.redraw(path, tmp_path)
 
 
 def test_confidences_are_probabilities(result):
