@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dpace_cli.data import reading
@@ -78,6 +78,7 @@ def test_places_lead_back_to_the_rows(tmp_path):
     layout=st.sampled_from(["array", "pretty array", "values"]),
     chunk=st.sampled_from([16, 200, 1 << 20]),
 )
+@example(ends=[[], None, [], None, []], layout="array", chunk=1 << 20)
 def test_rows_of_an_array_may_end_as_they_like(tmp_path_factory, ends, layout, chunk):
     rows = [{"id": str(n), "conversations": end} if end is not None else "no row" for n, end in enumerate(ends)]
     if layout == "values":
