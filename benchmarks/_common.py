@@ -30,7 +30,7 @@ from dpace_cli import config
 from dpace_cli.config import Dflash, Dpace
 from dpace_cli.data.batches import Blocks
 from dpace_cli.head import HeadOutput, objective_head
-from dpace_cli.trainers.native import DrafterLoss
+from dpace_cli.trainers.drafter_loss import DrafterLoss
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from dpace_cli.estimate import Batch, products, step_floor
 from dpace_cli.estimate import shapes as estimated_shapes
 from dpace_cli.modeling.capture import States
 from dpace_cli.modeling.target import Target
-from dpace_cli.trainers.native import DrafterLoss
+from dpace_cli.trainers.drafter_loss import DrafterLoss
 
 QWEN3_4B = (Shape(2560, 151936, 32, 8, 128, 9728, 3, 2, 2048, 512, 16), 36)
 SMALL = (Shape(128, 1024, 4, 2, 32, 384, 3, 2, 128, 16, 16), 6)

@@ -6,11 +6,13 @@ With several processes, `run` starts torchrun, whose workers come back here; ran
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -22,9 +24,9 @@ from dpace_cli.data.batches import split_validation
 from dpace_cli.data.training import read_training_rows
 from dpace_cli.errors import RunError, UsageError
 from dpace_cli.modeling.target import load_target, load_tokenizer, tokenizer_fingerprint
-from dpace_cli.records import RunFolder, file_sha256, read_json, write_json
+from dpace_cli.records import RunFolder, file_sha256, only_one, read_json, write_json
 from dpace_cli.settings import save_config
-from dpace_cli.trainers.base import Job, Outcome, Ranks
+from dpace_cli.trainers.base import Job, Outcome, Ranks, end_with_parent
 
 if TYPE_CHECKING:
     from dpace_cli.trainers.specforge_online import OnlinePlan
@@ -39,7 +41,7 @@ class TrainResult:
         steps: optimizer steps done in all.
         loss: of the last step, as the objective's reduction defines it.
         tokens_per_s: training tokens a second, capture left out; null where nothing was left to do.
-        seconds: of this training, all its interrupted parts together.
+        seconds: of this training, all its interrupted parts together, from reading the rows on.
         simulated_tau: best simulated acceptance length on held-out rows.
         hashes: of the initial weights, and of all data-order and anchor draws; equal in paired arms.
     """
@@ -54,6 +56,10 @@ class TrainResult:
     rows: int
     skipped: dict[str, int]
     hashes: dict[str, str]
+
+
+LOCK = "lock"
+"""File in an arm's folder that the process at work there has locked."""
 
 
 def default_arm(config: Config) -> str:
@@ -78,11 +84,10 @@ def run(config: Config, folder: RunFolder, arm: str | None = None, restart: bool
     if not data.exists():
         raise UsageError(f"there is no training data at {data}", "`dpace regen` makes it, or pass --data FILE")
     is_worker = "RANK" in os.environ
-    if restart and not is_worker:
-        _forget(output)
+    restart = restart and not is_worker
     if config.train.nproc > 1 and config.train.engine == "native" and not is_worker:
-        return _launch(config, folder, output, data)
-    return _train(config, folder, output, data)
+        return _launch(config, folder, output, data, restart)
+    return _train(config, folder, output, data, restart)
 
 
 @dataclass(frozen=True)
@@ -106,9 +111,9 @@ def replay(failed: Path) -> ReplayResult:
     return ReplayResult(saved["step"], native.replay(failed, load_target(config.target), config.train))
 
 
-def _train(config: Config, folder: RunFolder, output: Path, data: Path) -> TrainResult | OnlinePlan:
+def _train(config: Config, folder: RunFolder, output: Path, data: Path, restart: bool) -> TrainResult | OnlinePlan:
     data_hash = file_sha256(data)
-    finished = _finished(config, output, data_hash)
+    finished = None if restart else _finished(config, output, data_hash)
     if finished is not None:
         return finished
     started = time.monotonic()
@@ -123,14 +128,17 @@ def _train(config: Config, folder: RunFolder, output: Path, data: Path) -> Train
         )
     rows, held_out = split_validation(rows, config.train.val_rows)
     trainer, needs_target = _trainer(config, len(rows))
-    with Ranks() as ranks:
+    ranks = Ranks()
+    with only_one(output / LOCK) if ranks.is_first else nullcontext() as lock, ranks:
+        if restart:
+            _forget(output)
         if ranks.is_first:
             tokens = sum(len(row.input_ids) for row in rows)
             console.note(f"training rows: {len(rows):,} ({tokens:,} tokens), held out: {len(held_out)}"
                          + (f"; {_counts(skipped)}" if skipped else ""))  # fmt: skip
             save_config(config, output / "config.yaml")
         target = load_target(config.target) if needs_target else None
-        job = Job(config, rows, held_out, data_hash, output, folder.root / "train" / "cache")
+        job = Job(config, rows, held_out, data_hash, output, folder.root / "train" / "cache", lock, started)
         outcome = trainer(job, target, ranks)
         if not isinstance(outcome, Outcome):
             return outcome
@@ -139,8 +147,8 @@ def _train(config: Config, folder: RunFolder, output: Path, data: Path) -> Train
             objective=objective_label(config.train.objective),
             steps=outcome.steps,
             loss=outcome.loss,
-            tokens_per_s=outcome.tokens / outcome.seconds if outcome.seconds else None,
-            seconds=time.monotonic() - started,
+            tokens_per_s=outcome.tokens / outcome.step_seconds if outcome.step_seconds else None,
+            seconds=outcome.seconds,
             simulated_tau=outcome.simulated_tau,
             rows=len(rows),
             skipped=dict(skipped),
@@ -188,21 +196,27 @@ def _finished(config: Config, output: Path, data_hash: str) -> TrainResult | Non
     return result if same and (Path(result.checkpoint) / "model.safetensors").exists() else None
 
 
-def _launch(config: Config, folder: RunFolder, output: Path, data: Path) -> TrainResult:
-    """Start torchrun on this machine and wait for it."""
-    finished = _finished(config, output, file_sha256(data))
+def _launch(config: Config, folder: RunFolder, output: Path, data: Path, restart: bool) -> TrainResult:
+    """Start torchrun on this machine and wait for it. Its first process holds the arm's lock."""
+    finished = None if restart else _finished(config, output, file_sha256(data))
     if finished is not None:
         return finished
     resolved = config.model_copy(update={"train": config.train.model_copy(
         update={"output": str(output), "data": str(data)})})  # fmt: skip
-    save_config(resolved, output / "launch.yaml")
-    (output / "manifest.json").unlink(missing_ok=True)
+    with only_one(output / LOCK):  # before anything is written there
+        if restart:
+            _forget(output)
+        save_config(resolved, output / "launch.yaml")
+        (output / "manifest.json").unlink(missing_ok=True)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.train.nproc}",
         "-m", "dpace_cli", "train", "--config", str(output / "launch.yaml"),
     ]  # fmt: skip
     # By environment: torchrun takes an option --run of its script for an abbreviation of its own --run-path.
-    worker = subprocess.Popen(command, stdout=sys.stderr, env={**os.environ, "DPACE_RUN": str(folder.root)})
+    worker = subprocess.Popen(
+        command, stdout=sys.stderr, env={**os.environ, "DPACE_RUN": str(folder.root)},
+        preexec_fn=lambda: end_with_parent(signal.SIGTERM),
+    )  # fmt: skip
     try:
         code = worker.wait()
     except BaseException:

@@ -83,6 +83,13 @@ def test_arms_trained_on_other_draws_are_refused(finished):
         manifest.write_text(original)
 
 
+def test_an_online_training_is_refused_before_anything_is_made(tmp_path):
+    config = small("train.engine=specforge", "train.specforge.mode=online")
+    with pytest.raises(UsageError, match="dpace run cannot train online") as refused:
+        run.run(config, RunFolder(tmp_path / "run"))
+    assert "dpace train --engine specforge" in refused.value.hint and not (tmp_path / "run").exists()
+
+
 def test_checkpoints_are_found_by_run_and_by_pattern(finished):
     folder, _ = finished
     assert [ref.folder for ref in find_checkpoints(folder, None)] == ["dflash-seed0", "dpace-seed0"]

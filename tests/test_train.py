@@ -23,7 +23,7 @@ from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_wi
 from dpace_cli import train
 from dpace_cli.config import Config, TrainConfig
 from dpace_cli.errors import RunError, UsageError
-from dpace_cli.records import RunFolder
+from dpace_cli.records import RunFolder, only_one
 from dpace_cli.settings import load_config
 from dpace_cli.trainers.native import learning_rate
 
@@ -168,6 +168,71 @@ def test_a_signal_saves_first(tiny_target, answered_rows, tmp_path, number):
     assert "run the same command again" in said and "Traceback" not in said
     (saved,) = arm(tmp_path).glob("step-*")
     assert json.loads((saved / "trainer_state.json").read_text())["step"] >= 3
+
+
+# --- one at a time ---------------------------------------------------------------------------------------
+
+
+def training(arguments: list[str], run: Path) -> subprocess.Popen:
+    """A process that is in the middle of a training without end."""
+    endless = ["train.max_steps=100000", "train.save_steps=100000", "train.logging_steps=1"]
+    process = subprocess.Popen(
+        [*arguments, *endless], start_new_session=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    limit = time.time() + 120
+    while not (arm(run) / "metrics.jsonl").exists():
+        assert process.poll() is None and time.time() < limit
+        time.sleep(0.05)
+    return process
+
+
+def is_free(lock: Path) -> bool:
+    try:
+        with only_one(lock):
+            return True
+    except UsageError:
+        return False
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_second_training_of_an_arm_is_refused_while_the_first_is_at_work(tiny_target, answered_rows, tmp_path, nproc):
+    first = training(command(tiny_target, answered_rows, tmp_path, f"train.nproc={nproc}"), tmp_path)
+    try:
+        holder = int((arm(tmp_path) / "lock").read_text())
+        assert holder == first.pid or nproc == 2
+        Path(f"/proc/{holder}").stat()
+        for processes in (1, 2):
+            second = configured(tiny_target, answered_rows, f"train.nproc={processes}", "train.cache=none")
+            for restart in (False, True):
+                with pytest.raises(UsageError, match=rf"another process \({holder}\) is at work in {arm(tmp_path)}"):
+                    train.run(second, RunFolder(tmp_path), restart=restart)
+        lines = (arm(tmp_path) / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
+        # Another arm of the same run may train at the same time.
+        assert train.run(configured(tiny_target, answered_rows, "train.seed=1"), RunFolder(tmp_path)).steps == 6
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+    # All processes die with their launcher, and the system lets go of a dead process's lock.
+    limit = time.time() + 60
+    while not is_free(arm(tmp_path) / "lock") and time.time() < limit:
+        time.sleep(0.05)
+    assert train.run(configured(tiny_target, answered_rows), RunFolder(tmp_path), restart=True).steps == 6
+
+
+def test_the_time_of_all_starts_is_summed(tiny_target, answered_rows, tmp_path):
+    config = configured(tiny_target, answered_rows)
+    whole = train.run(config, RunFolder(tmp_path))
+    (arm(tmp_path) / "manifest.json").unlink()
+    shutil.rmtree(arm(tmp_path) / "step-000006")
+    state = arm(tmp_path) / "step-000004" / "trainer_state.json"
+    saved = json.loads(state.read_text())
+    assert 0 < saved["step_seconds"] < saved["seconds"] < whole.seconds
+    state.write_text(json.dumps({**saved, "seconds": 2e6, "step_seconds": 1e6}))
+    again = train.run(config, RunFolder(tmp_path))
+    assert 2e6 < again.seconds < 2.1e6
+    assert 0 < again.tokens_per_s < 1  # of some thousand tokens
 
 
 # --- processes -------------------------------------------------------------------------------------------

@@ -18,23 +18,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from dpace_cli import console
-from dpace_cli.attention import BlockLayout
-from dpace_cli.config import Objective, TrainConfig
-from dpace_cli.data.batches import Blocks, TrainingRow, collate, draw_anchors, epoch_batches
+from dpace_cli.config import TrainConfig
+from dpace_cli.data.batches import TrainingRow, collate, draw_anchors, epoch_batches
 from dpace_cli.errors import Interrupted, RunError, UsageError
-from dpace_cli.head import HeadOutput, objective_head
+from dpace_cli.head import HeadOutput
 from dpace_cli.modeling.capture import States
 from dpace_cli.modeling.checkpoint import Saved, checkpoint_name, load_drafter, newest_whole, prune, save_checkpoint
 from dpace_cli.modeling.drafter import build_drafter, drafter_config, embedding_scale, weights_hash
-from dpace_cli.modeling.drafter_forward import packed_hidden
 from dpace_cli.modeling.simulate import simulate
 from dpace_cli.modeling.target import Target
-from dpace_cli.objectives import FROM_TARGET, make_objective
 from dpace_cli.records import read_json, write_json, writing
 from dpace_cli.trainers.base import Job, Outcome, Ranks
+from dpace_cli.trainers.drafter_loss import DrafterLoss, needs_target
 from dpace_cli.trainers.trackers import Trackers
 
 HARMLESS = {
@@ -53,56 +50,6 @@ def train(job: Job, target: Target, ranks: Ranks) -> Outcome:
         Interrupted: a signal came in; everything is saved.
     """
     return _Training(job, target, ranks).run()
-
-
-class DrafterLoss:
-    """The objective of one micro-batch as a function of the drafter, with its backward pass."""
-
-    def __init__(self, drafter: nn.Module, target: Target, train: TrainConfig) -> None:
-        self.drafter, self.target, self.train = drafter, target, train
-        self.forward = torch.compile(packed_hidden) if train.compile else packed_hidden
-        device = target.device.type
-        half = train.compute_dtype == "bfloat16" or (train.compute_dtype == "auto" and device == "cuda")
-        self.autocast = (lambda: torch.autocast(device, torch.bfloat16)) if half else nullcontext
-        self.scale = embedding_scale(target.model)
-
-    def __call__(self, blocks: Blocks, states: Tensor, last: Tensor | None) -> HeadOutput:
-        """Numerator, divisor and metrics of a micro-batch; no division has been done.
-
-        Args:
-            states: [B, L, T * H] tapped states of the target.
-            last: [B, L, H] its last hidden state, for objectives that need its distribution.
-        """
-        device = self.target.device
-        # Only kept blocks, the context that they see, and the supervised positions are computed from here on.
-        layout = BlockLayout.make(blocks.anchors, blocks.keep, states.shape[1], device)
-        targets, supervised = (
-            values.flatten(0, 1).to(device)[layout.block_index] for values in (blocks.targets, blocks.supervised)
-        )
-        noise_ids = torch.full_like(targets, self.drafter.mask_token_id)
-        noise_ids[:, 0] = targets[:, 0]
-        noise = F.embedding(noise_ids, self.target.embedding).float() * self.scale
-        context = states.flatten(0, 1)[layout.context_index].float()
-        rows = supervised.flatten().nonzero()[:, 0]
-        with self.autocast():
-            return objective_head(
-                self.forward(self.drafter, noise, context, layout, rows),
-                self.target.head,
-                targets[:, 1:],
-                supervised[:, 1:],
-                self.train.objective,
-                num_sequences=int(blocks.keep.any(1).sum()),
-                block_size=self.train.block_size,
-                chunk_tokens=self.train.head_chunk_tokens,
-                target_hidden=self._predicting(layout, last, targets.shape[1], rows) if last is not None else None,
-                softcap=getattr(self.target.config, "final_logit_softcapping", None),
-            )
-
-    def _predicting(self, layout: BlockLayout, last: Tensor, positions: int, rows: Tensor) -> Tensor:
-        """[T, H] the target's state from which it predicts each supervised position: the one before it."""
-        sequence = layout.sequences[:, None].expand(-1, positions).flatten()
-        position = (layout.anchors[:, None] + torch.arange(positions, device=rows.device)).flatten()
-        return last[sequence[rows], position[rows] - 1]
 
 
 class _Training:
@@ -125,24 +72,31 @@ class _Training:
         self.last_loss = math.nan
         self.best: dict[str, Any] = {"tau": None, "checkpoint": None}
         self.tokens = 0
+        self.earlier = {"seconds": 0.0, "step_seconds": 0.0}  # of the starts before this one
+        self.began: float | None = None  # the first step of this start
 
     # --- the loop ----------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
+        if (self.job.output / "specforge").exists():
+            raise UsageError(
+                f"{self.job.output} holds a training by --engine specforge",
+                "choose another --output or run name, or pass --restart to begin anew",
+            )
         saved = newest_whole(self.job.output, console.warn)
         if saved is not None:
             self._restore(saved)
         if self.step >= self.total_steps:
-            return self._outcome(0.0)
+            return self._outcome()
         self.states = self._states(self.job.rows, cached=True)
-        start, first = time.monotonic(), self.step
+        self.began, first = time.monotonic(), self.step
         first_tokens = self.tokens
         shown = console.meter("train", self.total_steps, "steps", first) if self.ranks.is_first else nullcontext()
         with console.deferred_stop() as stopped, shown as progress, self._trackers() as trackers:
             for batch in self._batches():
                 finished = self._one_step(batch, stopped())
                 if self.step % self.train.logging_steps == 0 or self.step == self.total_steps:
-                    rate = (self.tokens - first_tokens) / (time.monotonic() - start)
+                    rate = (self.tokens - first_tokens) / (time.monotonic() - self.began)
                     self._log(trackers, rate)
                 if self._is_due(self.train.save_steps) or finished:
                     self._save()
@@ -150,7 +104,7 @@ class _Training:
                     progress.update(self.step, f"loss {self.last_loss:.4g}")
                 if finished:
                     raise Interrupted(finished)
-        return self._outcome(time.monotonic() - start)
+        return self._outcome()
 
     def _batches(self) -> Iterator[tuple[int, list[int]]]:
         """(epoch, row indices) of each optimizer step that is still to do."""
@@ -282,6 +236,7 @@ class _Training:
             state = {
                 "step": self.step, "tokens": self.tokens, "loss": self.last_loss, "hashes": self.hashes,
                 "best": self.best, "simulated_tau": simulated, "updates": self._updates(), "identity": self._identity(),
+                **self._spent(),
             }  # fmt: skip
             save_checkpoint(self.job.output / name, self.drafter, state, tensors)
             prune(self.job.output, self.train.keep_last, self.best["checkpoint"] if self.train.keep_best else None)
@@ -306,6 +261,7 @@ class _Training:
         }
         self.step, self.tokens, self.last_loss = saved.step, saved.state["tokens"], saved.state["loss"]
         self.hashes, self.best = saved.state["hashes"], saved.state["best"]
+        self.earlier = {name: saved.state.get(name, 0.0) for name in self.earlier}
         if self.ranks.is_first:
             if self.step < self.total_steps:
                 console.note(f"going on from {saved.path} (step {self.step} of {self.total_steps})")
@@ -371,11 +327,17 @@ class _Training:
         """Running hash of all draws so far; equal in the paired arms of a comparison."""
         self.hashes[name] = hashlib.sha256(self.hashes[name].encode() + data).hexdigest()
 
-    def _outcome(self, seconds: float) -> Outcome:
+    def _spent(self) -> dict[str, float]:
+        """Seconds of all starts together: from their beginnings, and from their first steps."""
+        now = time.monotonic()
+        since = {"seconds": self.job.started, "step_seconds": now if self.began is None else self.began}
+        return {name: earlier + now - since[name] for name, earlier in self.earlier.items()}
+
+    def _outcome(self) -> Outcome:
         return Outcome(
             checkpoint=self.job.output / checkpoint_name(self.step),
-            steps=self.step, loss=self.last_loss, tokens=self.tokens, seconds=seconds, hashes=self.hashes,
-            simulated_tau=self.best["tau"],
+            steps=self.step, loss=self.last_loss, tokens=self.tokens, hashes=self.hashes,
+            simulated_tau=self.best["tau"], **self._spent(),
         )  # fmt: skip
 
     def _not_finite(self, own: list[tuple[int, Any]], epoch: int, loss: float) -> RunError:
@@ -424,11 +386,6 @@ def replay(folder: Path, target: Target, config: TrainConfig) -> list[dict[str, 
         })  # fmt: skip
         drafter.zero_grad(set_to_none=True)
     return found
-
-
-def needs_target(objective: Objective) -> bool:
-    """True where the objective reads the target's whole distribution, which its last state gives."""
-    return bool(make_objective(objective).needs & set(FROM_TARGET))
 
 
 def learning_rate(train: TrainConfig, step: int, total: int) -> float:

@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from dflash.model import DFlashDraftModel
@@ -30,7 +30,7 @@ from dpace_cli.modeling.target import Target, target_location
 from dpace_cli.records import write_error
 from dpace_cli.trainers.base import Job, Outcome, Ranks
 from dpace_cli.trainers.specforge_config import check, generate, identity, with_extra
-from dpace_cli.trainers.specforge_process import TESTED_VERSION, Program, only_one
+from dpace_cli.trainers.specforge_process import TESTED_VERSION, Program
 from dpace_cli.trainers.specforge_run import Course
 
 
@@ -47,8 +47,7 @@ def train(job: Job, target: Target, ranks: Ranks) -> Outcome:
         raise UsageError(
             "--engine specforge starts its own processes", "set train.nproc, and start dpace itself without torchrun"
         )
-    with only_one(job.output / "specforge" / "lock") as lock:
-        return _Training(job, target).run(lock)
+    return _Training(job, target).run()
 
 
 class _Training:
@@ -75,7 +74,7 @@ class _Training:
         self.generated["data"]["hidden_states_path"] = str(self.features.absolute())
         self.generated = with_extra(job.config, self.generated)
 
-    def run(self, lock: IO[str]) -> Outcome:
+    def run(self) -> Outcome:
         course = self.course
         if not course.begin(self._identity()):
             for folder in (self.features, self.initial):
@@ -90,7 +89,7 @@ class _Training:
             if not self.job.held_out and self.target.device.type == "cuda":
                 self.target.model.to("cpu")  # nothing here needs it any more, and SpecForge needs the memory
                 torch.cuda.empty_cache()
-            course.follow(program, version, resumed, lock)
+            course.follow(program, version, resumed)
             course.finish()
         course.clear(self.features, self.initial)
         return course.outcome()

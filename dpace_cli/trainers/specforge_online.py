@@ -28,7 +28,7 @@ from dpace_cli.records import write_json, writing
 from dpace_cli.trainers.base import Job, Outcome, Ranks
 from dpace_cli.trainers.specforge import order_hash, refuse_scaled, target_name, warn_of_differences
 from dpace_cli.trainers.specforge_config import check, flatten, generate, identity, nest, nodes, with_extra
-from dpace_cli.trainers.specforge_process import Program, only_one, render
+from dpace_cli.trainers.specforge_process import Program, render
 from dpace_cli.trainers.specforge_run import Course
 
 PLACEHOLDERS = {
@@ -69,22 +69,21 @@ def train(job: Job, _target: None, _ranks: Ranks) -> Outcome | OnlinePlan:
         UsageError: SpecForge lacks something that is asked for, is not installed, or refuses the config.
         RunError: a server does not answer, or the training failed.
     """
-    with only_one(job.output / "specforge" / "lock") as lock:
-        online = _Online(job)
-        online.write()
-        course = online.course
-        if not course.done:
-            if online.schedule.steps in course.saved():  # a training that was started by hand
-                course.read_log(online.schedule.steps)
-            elif online.missing or nodes(job.config) > 1:
-                return online.plan()
-            else:
-                online.check_startable()
-                course.follow(online.program, online.version, 0, lock)
-            course.convert()
-            course.finish()
-        course.clear()
-        return course.outcome()
+    online = _Online(job)
+    online.write()
+    course = online.course
+    if not course.done:
+        if online.schedule.steps in course.saved():  # a training that was started by hand
+            course.read_log(online.schedule.steps)
+        elif online.missing or nodes(job.config) > 1:
+            return online.plan()
+        else:
+            online.check_startable()
+            course.follow(online.program, online.version, 0)
+        course.convert()
+        course.finish()
+    course.clear()
+    return course.outcome()
 
 
 class _Online:

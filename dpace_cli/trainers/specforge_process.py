@@ -5,7 +5,6 @@ It may live in an environment with other versions of torch and Transformers, so 
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
 import json
 import os
@@ -14,8 +13,7 @@ import signal
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dpace_cli.errors import RunError, UsageError
-from dpace_cli.records import write_error
+from dpace_cli.records import held_by
 from dpace_cli.trainers.specforge_config import RUN_ID
 
 TESTED_VERSION = "0.2.0"
@@ -103,10 +101,7 @@ class Program:
             self.command(config), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             env=self.environment, pass_fds=(lock.fileno(),), start_new_session=True,
         )  # fmt: skip
-        lock.seek(0)
-        lock.truncate()
-        lock.write(str(process.pid))
-        lock.flush()
+        held_by(lock, process.pid)
         return process
 
 
@@ -120,30 +115,6 @@ def stop(process: subprocess.Popen) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-@contextmanager
-def only_one(path: Path) -> Iterator[IO[str]]:
-    """Hold a folder's lock. SpecForge inherits it, so one that a killed dpace left behind is noticed.
-
-    Raises:
-        UsageError: another dpace, or the SpecForge of a killed one, is at work there.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - closed below
-    except OSError as error:
-        raise write_error(path, error) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise UsageError(
-                f"a SpecForge training is at work in {path.parent} (process {lock.read().strip() or 'unknown'})",
-                "wait for it or end it, then run the same command again",
-            ) from None
-        yield lock
 
 
 # --- the log ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 from dflash.model import DFlashDraftModel
@@ -58,9 +58,10 @@ class Course:
         self.identity: dict[str, Any] = {}
         self.state: dict[str, Any] = {
             "hashes": dict(hashes), "best": {"tau": None, "checkpoint": None}, "converted": 0, "loss": None,
-            "done": False,
+            "done": False, "seconds": 0.0, "step_seconds": 0.0,
         }  # fmt: skip
-        self.sequences, self.seconds = 0, 0.0  # of this start: rows trained on, and how long it took
+        self._earlier = (0.0, 0.0)  # seconds and step_seconds of earlier starts
+        self._began: float | None = None  # SpecForge's process, in this start
 
     @property
     def done(self) -> bool:
@@ -90,6 +91,7 @@ class Course:
                    if then.get(key) != self.identity.get(key)]  # fmt: skip
         if not changed:
             self.state |= saved
+            self._earlier = (self.state["seconds"], self.state["step_seconds"])
         elif saved and (saved["done"] or self.saved()):
             raise UsageError(
                 f"{self.job.output} holds a training under another config; changed: {'; '.join(changed)}",
@@ -103,7 +105,7 @@ class Course:
         with writing(self.config_file) as file:
             yaml.safe_dump(dict(generated), file, sort_keys=False)
 
-    def follow(self, program: Program, version: str, resumed: int, lock: IO[str]) -> None:
+    def follow(self, program: Program, version: str, resumed: int) -> None:
         """Run SpecForge from a step to its end.
 
         Raises:
@@ -112,13 +114,13 @@ class Course:
         """
         self.read_log(resumed)
         console.note(f"SpecForge {version} trains with {self.train.nproc} process(es); its log is {self.log.path}")
-        begun, last, ended = time.monotonic(), resumed, False
+        self._began, last, ended = time.monotonic(), resumed, False
         with (
             console.meter("train (specforge)", self.schedule.steps, "steps", resumed) as progress,
             Trackers(self.train.report_to, self.job.output, self.job.config.model_dump(mode="json")) as trackers,
             open(self.log.path, "ab") as log,
         ):
-            process = program.start(self.config_file, log, lock)
+            process = program.start(self.config_file, log, self.job.lock)
             try:
                 while not ended:
                     ended = process.poll() is not None  # asked first: what it wrote last is then in the log
@@ -133,10 +135,9 @@ class Course:
             finally:
                 stop(process)
                 self._save_state()
+                self._earlier, self._began = (self._earlier[0], self.state["step_seconds"]), None
         if process.returncode != 0:
             raise RunError(f"SpecForge failed ({_ending(process)}): {self.log.reason()}", f"its log is {self.log.path}")
-        self.sequences = (self.schedule.steps - resumed) * self.schedule.sequences
-        self.seconds = time.monotonic() - begun
 
     def convert(self) -> None:
         """Turn SpecForge's new checkpoints into DFlash's format, and measure them."""
@@ -182,8 +183,9 @@ class Course:
             checkpoint=self.job.output / checkpoint_name(self.schedule.steps),
             steps=self.schedule.steps,
             loss=math.nan if self.state["loss"] is None else self.state["loss"],
-            tokens=round(self.sequences * self._mean_tokens()),
-            seconds=self.seconds,
+            tokens=round(self.schedule.steps * self.schedule.sequences * self._mean_tokens()),
+            seconds=self.state["seconds"],
+            step_seconds=self.state["step_seconds"],
             hashes=self.state["hashes"],
             simulated_tau=self.state["best"]["tau"],
         )
@@ -230,6 +232,9 @@ class Course:
         return sum(len(row.input_ids) for row in self.job.rows) / len(self.job.rows)
 
     def _save_state(self) -> None:
+        now = time.monotonic()
+        self.state["seconds"] = self._earlier[0] + now - self.job.started
+        self.state["step_seconds"] = self._earlier[1] + (now - self._began if self._began is not None else 0.0)
         write_json(self.work / "state.json", {**self.state, "identity": self.identity})
 
 
