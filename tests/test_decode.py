@@ -15,7 +15,7 @@ from scipy.stats import chi2
 
 from dpace_cli.config import TargetConfig
 from dpace_cli.engines.measure_base import request_seed
-from dpace_cli.modeling.decode import Sampling, compare_greedy, decode, device_clock
+from dpace_cli.modeling.decode import Sampling, compare_greedy, decode, device_clock, greedy_batch
 from dpace_cli.modeling.target import Target, load_target
 
 PROMPT = [11, 57, 93, 140, 7]
@@ -87,6 +87,17 @@ def test_of_several_end_tokens_the_first_that_is_said_counts(target, answer):
     early, late = first_seen[2], first_seen[-1]
     decoded = run(oracle(target, answer), target, 40, [answer[late], answer[early]])
     assert decoded.output_ids == answer[: early + 1] and decoded.finish_reason == "stop"
+
+
+def test_answers_made_together_end_each_at_the_first_end_token_that_it_says(target, answer):
+    prompts = [PROMPT, [*PROMPT, 7, 9], [5, 90], [200, *PROMPT, 61, 62, 63]]
+    alone = [greedy(target, prompt, 40) for prompt in prompts]
+    stops = [alone[0][8], alone[1][5], alone[3][11]]
+    expected = [greedy(target, prompt, 40, stops) for prompt in prompts]
+    assert len({ended[-1] for ended in expected if len(ended) < 40}) > 1
+    for order in (stops, stops[::-1]):
+        assert greedy_batch(target.model, prompts, 40, order) == expected
+    assert greedy_batch(target.model, prompts, 40, []) == alone
 
 
 def test_a_prompt_that_ends_at_once_takes_no_step(target, answer):

@@ -77,6 +77,25 @@ def test_its_verify_steps_are_those_of_real_greedy_decoding(
         assert len({length for r in real for length in r.acceptance_lengths}) > 2
 
 
+@pytest.mark.parametrize("every_anchor", [True, False])
+def test_blocks_near_the_maximum_length_are_as_short_as_dflashs(target, prompts, own, drafter, every_anchor):
+    """What a drafter says depends on how many positions it fills, so that cuts at many lengths tell."""
+    elsewhere = 0
+    for count in range(3, MAX_NEW, 2):
+        cut = [([*p, *a.output_ids[:count]], [0] * len(p) + [1] * count) for p, a in zip(prompts, own[1])
+               if a.tokens >= count]  # fmt: skip
+        limits = [len(ids) for ids, _ in cut]
+        found = simulate(drafter, target, cut, block_size=11, limits=limits, every_anchor=every_anchor)
+        real = [
+            decode(drafter, target.model, ids[: mask.index(1)], max_new_tokens=count, stop_token_ids=[], block_size=11)
+            for ids, mask in cut
+        ]
+        assert [a.steps for a in found.answers] == [r.acceptance_lengths for r in real], count
+        far = simulate(drafter, target, cut, block_size=11, every_anchor=every_anchor)
+        elsewhere += [a.steps for a in far.answers] != [a.steps for a in found.answers]
+    assert elsewhere > 0
+
+
 def test_the_passes_may_be_cut_anywhere(target, drafter, rows, limits, monkeypatch):
     whole = simulate(drafter, target, rows, block_size=BLOCK, limits=limits)
     monkeypatch.setattr(module, "BLOCK_POSITIONS", 3 * BLOCK)
