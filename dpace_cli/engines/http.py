@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
 import openai
 
 from dpace_cli import console
@@ -244,7 +243,7 @@ class HttpEngine:
                 ),
                 options.timeout_s,
             )
-        except (openai.APIError, httpx.HTTPError, TimeoutError, ValueError) as error:
+        except (openai.APIError, TimeoutError, ValueError) as error:
             raise _classify(error) from None
         return _read(request.id, response)
 
@@ -343,7 +342,7 @@ class HttpEngine:
         except openai.APIStatusError as error:
             if error.status_code in _NO_ENTRY | _OVERLOADED:
                 raise _classify(error) from None
-        except (openai.APIError, httpx.HTTPError, TimeoutError) as error:
+        except (openai.APIError, TimeoutError) as error:
             raise _classify(error) from None
         except (ValueError, TypeError, AttributeError):
             pass  # it sent no list
@@ -355,18 +354,17 @@ class HttpEngine:
         name = self.options.api_key_env
         if name and not os.environ.get(name):
             raise UsageError(f"the environment has no {name}, which regen.api_key_env names", f"export {name}=...")
-        concurrency = self.options.concurrency
         client = openai.AsyncOpenAI(
             base_url=url,
             api_key=os.environ[name] if name else "none",
             max_retries=0,  # retried here, so that the next try may go to another server
-            http_client=httpx.AsyncClient(
-                timeout=httpx.Timeout(self.options.timeout_s, connect=min(PROBE_TIMEOUT_S, self.options.timeout_s)),
-                limits=httpx.Limits(max_connections=concurrency + 1, max_keepalive_connections=concurrency + 1),
-                trust_env=parts.hostname not in ("localhost", "127.0.0.1", "::1"),  # no proxy to this machine
+            timeout=openai.Timeout(self.options.timeout_s, connect=min(PROBE_TIMEOUT_S, self.options.timeout_s)),
+            # Of the library that the client itself is built on: httpx, or httpx2 since 3.57.
+            http_client=openai.DefaultAsyncHttpxClient(
+                trust_env=parts.hostname not in ("localhost", "127.0.0.1", "::1")  # no proxy to this machine
             ),
         )
-        return _Server(url, client, min(FIRST_IN_FLIGHT, concurrency))
+        return _Server(url, client, min(FIRST_IN_FLIGHT, self.options.concurrency))
 
     async def _shut_down(self) -> None:
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -395,14 +393,14 @@ def _classify(error: BaseException) -> Exception:
         if code in _TRANSIENT or code >= 500:
             return _Retry(reason, _retry_after(error) if code in _OVERLOADED else None)
         return _UselessServer(reason)
-    # By name: the client and the transport below it have error classes of their own for the same event.
     chain = list(_causes(error))
-    kinds = {type(link).__name__ for link in chain}
-    if kinds & {"ConnectError", "ConnectTimeout"}:
+    # The client has one class for all failures of a connection. That there never was one, only the library below
+    # tells, and which library that is depends on the client's version: so by name.
+    if {"ConnectError", "ConnectTimeout"} & {type(link).__name__ for link in chain}:
         return _Retry(str(chain[-1]) or "it does not answer", lost=True)
-    if isinstance(error, openai.APITimeoutError | httpx.TimeoutException | TimeoutError):
+    if isinstance(error, openai.APITimeoutError | TimeoutError):
         return _Retry("timed out")
-    if isinstance(error, openai.APIConnectionError | httpx.HTTPError):
+    if isinstance(error, openai.APIConnectionError):
         return _Retry(f"the connection broke off ({str(chain[-1]) or type(chain[-1]).__name__})")
     return _Retry(f"it sent something that is no completion ({' '.join(str(error).split())[:200]})")
 
