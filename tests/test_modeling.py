@@ -60,9 +60,10 @@ def test_the_last_state_is_what_the_head_reads(target):
 @pytest.mark.parametrize("last", [False, True])
 def test_states_are_the_same_however_they_are_kept(target, tmp_path, last, monkeypatch):
     monkeypatch.setattr(capture, "CAPTURE_TOKENS", 12)
+    monkeypatch.setattr(capture, "SHARD_BYTES", 4000)
     made, memory, disk = (States(target, ROWS, [0, 2], last) for _ in range(3))
     memory.keep_in_memory(lambda _: None)
-    disk.keep_on_disk(tmp_path, lambda _: None, shard_rows=3)
+    disk.keep_on_disk(tmp_path, lambda _: None)
     for indices in ([0], [2, 1], [3, 2, 0, 1]):
         expected, last_expected = made.batch(indices)
         for states in (memory, disk):
@@ -75,16 +76,17 @@ def test_states_are_the_same_however_they_are_kept(target, tmp_path, last, monke
 
 
 def test_an_interrupted_capture_keeps_its_whole_shards(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(capture, "SHARD_BYTES", 1024)
     first = States(target, ROWS, [1], last=False)
 
     def stop_after_one(_tokens):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        first.keep_on_disk(tmp_path, stop_after_one, shard_rows=2)
+        first.keep_on_disk(tmp_path, stop_after_one)
     (shard,) = tmp_path.iterdir()
     made_at = shard.stat().st_mtime_ns
-    States(target, ROWS, [1], last=False).keep_on_disk(tmp_path, lambda _: None, shard_rows=2)
+    States(target, ROWS, [1], last=False).keep_on_disk(tmp_path, lambda _: None)
     assert shard.stat().st_mtime_ns == made_at and len(list(tmp_path.iterdir())) == 2
 
 
@@ -94,10 +96,11 @@ def test_states_of_other_rows_or_layers_are_never_reused(target, tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_shard_that_another_machine_kept_to_itself_is_an_error(target, tmp_path):
+def test_a_shard_that_another_machine_kept_to_itself_is_an_error(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(capture, "SHARD_BYTES", 1024)
     states = States(target, ROWS, [0], last=False)
     with pytest.raises(RunError, match="lacks"):
-        states.keep_on_disk(tmp_path, lambda _: None, rank=0, world=2, shard_rows=2)
+        states.keep_on_disk(tmp_path, lambda _: None, rank=0, world=2)
 
 
 def test_tied_and_untied_heads_are_the_targets_own(tmp_path):

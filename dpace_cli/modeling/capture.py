@@ -5,6 +5,7 @@ Shapes: B sequences, L tokens, T tapped layers, H the target's width.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -22,6 +23,9 @@ from dpace_cli.records import writing
 
 CAPTURE_TOKENS = 4096
 """Tokens in one pass of the target, padding included; a fixed number, so that states do not depend on a resume."""
+
+SHARD_BYTES = 256 << 20
+"""States in one file of a cache on disk, and so in memory while it is made."""
 
 
 class _Enough(Exception):
@@ -127,7 +131,7 @@ class States:
 
     def keep_on_disk(
         self, folder: Path, progress: Callable[[int], None], rank: int = 0, world: int = 1,
-        barrier: Callable[[], None] = lambda: None, shard_rows: int = 256,
+        barrier: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """Capture every row once into memory-mapped safetensors shards; whole shards of an earlier try are kept.
 
@@ -137,7 +141,7 @@ class States:
             RunError: a shard of another rank is not there, so the folder is not shared.
         """
         key = self._key()
-        shards = [range(i, min(i + shard_rows, len(self.rows))) for i in range(0, len(self.rows), shard_rows)]
+        shards = self._shards()
         paths = [folder / f"{key}-{number:05d}.safetensors" for number in range(len(shards))]
         for number, (path, shard) in enumerate(zip(paths, shards)):
             if number % world == rank and not path.exists():
@@ -155,9 +159,10 @@ class States:
                 "put the run on a file system that all machines share, or set train.cache=none",
             )
         opened: dict[int, safe_open] = {}
+        firsts = [shard.start for shard in shards]
 
         def read(index: int) -> Tensor:
-            number = index // shard_rows
+            number = bisect.bisect_right(firsts, index) - 1
             if number not in opened:
                 opened[number] = safe_open(paths[number], framework="pt")
             return opened[number].get_tensor(str(index))
@@ -167,12 +172,23 @@ class States:
     def _key(self) -> str:
         """Names what the states depend on, so that shards of another target or other rows are never used."""
         digest = hashlib.sha256()
-        digest.update(json.dumps([self.layer_ids, self.last, str(self.target.model.dtype)]).encode())
+        digest.update(json.dumps([self.layer_ids, self.last, str(self.target.model.dtype), SHARD_BYTES]).encode())
         for name, parameter in self.target.model.named_parameters():
             digest.update(f"{name}{tuple(parameter.shape)}{parameter.float().sum().item()!r}".encode())
         for row in self.rows:
             digest.update(json.dumps(list(row)).encode())
         return digest.hexdigest()[:16]
+
+    def _shards(self) -> list[range]:
+        """Consecutive rows whose states fit into SHARD_BYTES together; a longer row has a file to itself."""
+        shards: list[range] = []
+        first, size, token = 0, 0, self.width * self.target.model.dtype.itemsize
+        for index, row in enumerate(self.rows):
+            if index > first and size + len(row) * token > SHARD_BYTES:
+                shards.append(range(first, index))
+                first, size = index, 0
+            size += len(row) * token
+        return [*shards, range(first, len(self.rows))]
 
     def _groups(self, indices: Sequence[int]) -> list[list[int]]:
         """Rows of like length, at most CAPTURE_TOKENS together with their padding."""
