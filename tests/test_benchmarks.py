@@ -39,6 +39,13 @@ def test_captured_states_are_those_of_the_whole_pass():
     assert set(result["read_tokens_per_s"]) == {"none", "memory", "disk", "specforge_files"}
 
 
+def test_simulated_steps_are_those_of_decoding_where_they_are_compared():
+    found = run("simulate.py", "--prompts", "3", "--max-new-tokens", "12", "--rounds", "1")
+    (drafter,) = found["drafters"]
+    assert drafter["equal_steps"] == [drafter["equal_answers"]] * 2 == [3, 3]
+    assert all(ratio > 0 for ratio in found["times_as_fast"].values())
+
+
 def test_the_gpu_script_runs_at_a_small_size_without_one():
     found = run("gpu.py", "--small", "--rounds", "1")
     assert found["small"] and not found["failed"]
