@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_tiny_target
+from conftest import make_tiny_target, write_rows
 from dflash.model import DFlashDraftModel
 from safetensors.torch import load_file, save_file
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
@@ -233,6 +234,63 @@ def test_the_time_of_all_starts_is_summed(tiny_target, answered_rows, tmp_path):
     again = train.run(config, RunFolder(tmp_path))
     assert 2e6 < again.seconds < 2.1e6
     assert 0 < again.tokens_per_s < 1  # of some thousand tokens
+
+
+# --- memory ----------------------------------------------------------------------------------------------
+
+LIMIT = 12 << 20
+"""What a training may grow by in memory of its own."""
+
+
+@pytest.fixture(scope="module")
+def wide_target(tmp_path_factory) -> Path:
+    """A target with so wide states that a few rows of them are more than LIMIT."""
+    return make_tiny_target(tmp_path_factory.mktemp("wide"), hidden_size=256, head_dim=64)
+
+
+def own_memory(target: Path, data: Path, run: Path, *overrides: str) -> list[tuple[int, int]]:
+    """(lines of metrics so far, bytes of a training's own memory), sampled as it goes.
+
+    Pages of mapped files are not counted: the system takes them back where it needs them.
+    """
+    start = (
+        "from dpace_cli.cli import main; from dpace_cli.modeling import capture; capture.SHARD_BYTES = 1 << 21; main()"
+    )
+    arguments = [sys.executable, "-c", start, *command(target, data, run, *overrides)[3:]]
+    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    samples = []
+    metrics = arm(run) / "metrics.jsonl"
+    while process.poll() is None:
+        lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+        if found:
+            samples.append((lines, int(found[1]) << 10))
+        time.sleep(0.02)
+    assert process.returncode == 0
+    return samples
+
+
+def peak(samples: list[tuple[int, int]]) -> int:
+    return max(size for _, size in samples)
+
+
+def test_memory_stays_flat_over_a_long_run_and_with_a_cache_on_disk_beyond_its_limit(wide_target, tmp_path):
+    long_run = ["train.target_layer_ids=[0,1,2]", "train.val_rows=0", "train.save_steps=1000", "train.logging_steps=10",
+                "train.cache=disk"]  # fmt: skip
+    used = {}
+    for name, rows, steps in (("few", 8, 20), ("many", 160, 120)):
+        write_rows(tmp_path / f"{name}.jsonl", rows)
+        used[name] = own_memory(wide_target, tmp_path / f"{name}.jsonl", tmp_path / name, *long_run,
+                                f"train.max_steps={steps}")  # fmt: skip
+    cache = sum(file.stat().st_size for file in (tmp_path / "many" / "train" / "cache").iterdir())
+    assert cache > 3 * LIMIT
+    assert peak(used["many"]) - peak(used["few"]) < LIMIT
+    early, late = ([size for line, size in used["many"] if line in lines] for lines in ((2, 3, 4), (9, 10, 11)))
+    assert early and late and max(late) - max(early) < LIMIT / 4
+    # The same cache held in memory would be noticed.
+    held = own_memory(wide_target, tmp_path / "many.jsonl", tmp_path / "held", *long_run, "train.cache=memory",
+                      "train.max_steps=4")  # fmt: skip
+    assert peak(held) - peak(used["few"]) > 3 * LIMIT
 
 
 # --- processes -------------------------------------------------------------------------------------------
