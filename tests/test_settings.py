@@ -27,7 +27,7 @@ def test_strength_from_preset_to_override(tmp_path):
     )  # fmt: skip
     train = config.train
     assert (train.max_steps, train.learning_rate, train.batch_size, train.num_anchors, train.block_size) == (
-        400, 1, 20, 300, 4000,
+        1600, 1, 20, 300, 4000,
     )  # fmt: skip
     assert origins["train.max_steps"] == "preset demo"
     assert origins["train.batch_size"] == "environment DPACE_TRAIN__BATCH_SIZE"
