@@ -128,7 +128,7 @@ def test_a_path_is_not_taken_for_an_override():
 
 def test_show_says_where_each_value_came_from():
     text = described(*load_config(preset="demo", environ={}, overrides=["train.seed=3"]))
-    assert "train.seed: 3  # command line" in text and "train.batch_size: 16  # preset demo" in text
+    assert "train.seed: 3  # command line" in text and "train.batch_size: 4  # preset demo" in text
     assert yaml.safe_load(text)["train.learning_rate"] == 0.002
     assert "regen.top_k: 0  # default" in text
 
