@@ -16,7 +16,7 @@ import typer
 import typer.core
 
 from dpace_cli import __version__, console
-from dpace_cli.errors import DpaceError, RunError, UsageError
+from dpace_cli.errors import DpaceError, Interrupted, UsageError
 
 if TYPE_CHECKING:
     from dpace_cli.config import Config
@@ -60,8 +60,12 @@ Inputs = Annotated[
 ]
 
 
-def command(of: typer.Typer, name: str | None = None) -> Callable[[Callable], Callable]:
-    """Register a command: its DpaceErrors are shown as such, signals stop it cleanly, its result is printed."""
+def command(of: typer.Typer, name: str | None = None, resumes: bool = False) -> Callable[[Callable], Callable]:
+    """Register a command: its DpaceErrors are shown as such, signals stop it cleanly, its result is printed.
+
+    Args:
+        resumes: the same command goes on where it was stopped.
+    """
 
     def register(body: Callable[..., Any]) -> Callable[..., None]:
         @functools.wraps(body)
@@ -73,13 +77,16 @@ def command(of: typer.Typer, name: str | None = None) -> Callable[[Callable], Ca
                 with console.stoppable():
                     emit(body(**options), options.get("json_output", False))
             except DpaceError as error:
-                console.show_error(error)
+                console.show_error(error.message, error.hint)
                 raise typer.Exit(error.exit_code) from None
+            except Interrupted as stop:
+                console.show_error(stop.message, "run the same command again to resume" if resumes else "")
+                raise typer.Exit(stop.exit_code) from None
             except BrokenPipeError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader of our output is gone
                 raise typer.Exit(0) from None
             except OSError as error:
-                console.show_error(RunError(f"{error.filename or 'input/output'}: {error.strerror or error}"))
+                console.show_error(f"{error.filename or 'input/output'}: {error.strerror or error}")
                 raise typer.Exit(1) from None
 
         return of.command(name)(wrapped)
@@ -205,7 +212,7 @@ def prep_preview(
 # --- regen, train ----------------------------------------------------------------------------------------
 
 
-@command(app)
+@command(app, resumes=True)
 def regen(
     overrides: Overrides = None, config: ConfigFile = None, preset: Preset = None, run: Run = None,
     target: Target = None,
@@ -230,7 +237,7 @@ def regen(
     return (stage.dry_run if dry_run else stage.run)(loaded, folder, data=data, output=output)
 
 
-@command(app)
+@command(app, resumes=True)
 def train(
     overrides: Overrides = None, config: ConfigFile = None, preset: Preset = None, run: Run = None,
     target: Target = None,
@@ -268,7 +275,7 @@ Checkpoints = Annotated[
 ]
 
 
-@command(app)
+@command(app, resumes=True)
 def bench(
     overrides: Overrides = None, config: ConfigFile = None, preset: Preset = None, run: Run = None,
     target: Target = None, checkpoint: Checkpoints = None, output: Output = None,
@@ -353,7 +360,7 @@ def weights(
 # --- the whole, and its surroundings ---------------------------------------------------------------------
 
 
-@command(app, "run")
+@command(app, "run", resumes=True)
 def run_all(
     overrides: Overrides = None, config: ConfigFile = None, preset: Preset = None, run: Run = None,
     json_output: Json = False,
@@ -393,10 +400,22 @@ def doctor(
 
 
 @command(app)
-def objectives(json_output: Json = False) -> Any:
+def objectives(
+    plot: Annotated[Path | None, typer.Option("--plot", help="draw how D-PACE weighs a block, as a PNG")] = None,
+    alpha: Annotated[float, typer.Option("--alpha", min=0, max=1, help="its smoothing, for --plot")] = 0.5,
+    block_size: Annotated[int, typer.Option("--block-size", min=2, help="for --plot")] = 16,
+    json_output: Json = False,
+) -> Any:  # fmt: skip
     """The training objectives: name, formula, source, fields."""
     from dpace_cli.tables import objectives_table
 
+    if plot is not None:
+        from dpace_cli.records import writing
+        from dpace_cli.render.method import confidence_plot
+
+        with writing(plot, "wb") as file:
+            confidence_plot(alpha, block_size).png(file)
+        console.note(f"wrote {plot}")
     return objectives_table()
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
+import matplotlib as mpl
 import pytest
 import typer.testing
 from report_setup import drawn, save_run
@@ -88,6 +90,23 @@ def test_config_commands():
     assert result["config"]["train"]["seed"] == 7 and result["origins"]["train.seed"] == "command line"
     schema = json.loads(runner.invoke(app, ["config", "schema"]).stdout)
     assert "train" in schema["properties"]
+
+
+def test_the_weights_of_a_block_are_drawn_for_known_confidences(tmp_path):
+    done = runner.invoke(app, ["objectives", "--plot", str(tmp_path / "w.png"), "--block-size", "8", "--json"])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "w.png").read_bytes().startswith(b"\x89PNG")
+    from dpace_cli.render.method import CONFIDENCES, confidence_plot
+
+    with mpl.rc_context():
+        axes = confidence_plot(0.5, 8).draw().axes[0]
+    drawn = {line.get_label(): line.get_ydata() for line in axes.get_lines()}
+    decay, *shares = list(drawn.values())[: 1 + len(CONFIDENCES)]
+    assert decay[0] / decay[4] == pytest.approx(math.e)  # gamma 4 for blocks of eight
+    for q, share in zip(CONFIDENCES, shares):
+        c = [(q + 1) / 2] * 7  # each weight by the definition, as a sum of products
+        own = [sum(math.prod(c[: j + 1]) for j in range(k, 7)) for k in range(7)]
+        assert list(share) == pytest.approx([100 * w / sum(own) for w in own], rel=1e-5)
 
 
 def test_objectives_are_listed():
