@@ -86,6 +86,14 @@ def test_training_lowers_the_loss_and_leaves_a_dflash_checkpoint(tiny_target, an
     assert result.rows == 36 and result.simulated_tau >= 1.0
 
 
+def test_under_bf16_the_weights_stay_float32_and_the_losses_near(undisturbed, tiny_target, answered_rows, tmp_path):
+    train.run(configured(tiny_target, answered_rows, "train.compute_dtype=bfloat16"), RunFolder(tmp_path))
+    exact, rounded = final_weights(undisturbed), final_weights(tmp_path)
+    assert all(tensor.dtype == torch.float32 for tensor in rounded.values())
+    assert any(not torch.equal(exact[name], rounded[name]) for name in exact)
+    assert losses(tmp_path) == pytest.approx(losses(undisturbed), rel=0.01)
+
+
 def test_a_finished_training_is_not_run_again(undisturbed, tiny_target, answered_rows):
     made_at = (arm(undisturbed) / "step-000006" / "model.safetensors").stat().st_mtime_ns
     result = train.run(configured(tiny_target, answered_rows), RunFolder(undisturbed))
