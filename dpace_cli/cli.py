@@ -108,6 +108,9 @@ def emit(result: Any, as_json: bool) -> None:
     show_result(result, console.out)
 
 
+_SHOWN_CHANGES = 8
+
+
 def open_run(
     config: Path | None, preset: str | None, run: Path | None, flags: dict[str, Any], arguments: list[str] | None
 ) -> tuple[Config, RunFolder]:
@@ -117,7 +120,7 @@ def open_run(
     `--run`, on `DPACE_RUN`, or on the newest run, and says which; where there is none, it begins one.
     """
     from dpace_cli.records import RunFolder, newest_run
-    from dpace_cli.settings import load_config, save_config
+    from dpace_cli.settings import changes, load_config, save_config
 
     root = Path("runs")
     named = config is not None or preset is not None
@@ -136,6 +139,9 @@ def open_run(
         if not named:
             console.note(f"run: {folder} (a new one)")
     if "RANK" not in os.environ and (named or not folder.config_file.exists()):
+        if changed := changes(folder.config_file, loaded):
+            more = f" and {len(changed) - _SHOWN_CHANGES} more" if len(changed) > _SHOWN_CHANGES else ""
+            console.note(f"{folder.config_file} changes: {'; '.join(changed[:_SHOWN_CHANGES])}{more}")
         save_config(loaded, folder.config_file)
     return loaded, folder
 

@@ -35,9 +35,13 @@ class RunError(DpaceError):
     """A stage was started and could not finish."""
 
 
-class Interrupted(DpaceError):
-    """A stage stopped cleanly at a signal; the same command resumes it."""
+class Interrupted(BaseException):
+    """A stage stopped cleanly at a signal.
+
+    No Exception, so that nobody takes it for a failure of his own: libraries catch those of their imports.
+    """
 
     def __init__(self, signum: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name}", "run the same command again to resume")
+        self.message = f"stopped by {signal.Signals(signum).name}"
         self.exit_code = 128 + signum
+        super().__init__(self.message)

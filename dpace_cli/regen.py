@@ -165,7 +165,8 @@ class _Regeneration:
             resumed = sum(key in self.prompts.ids for key in self.answers.ids)
             console.note(_cost(self.config, self.prompts, resumed))
             started, generated, finished = time.monotonic(), 0, resumed
-            shown = stack.enter_context(console.meter("regen", len(self.prompts.ids), "rows", resumed))
+            together = self.engine.group_rows or self.config.regen.concurrency * len(self.config.regen.base_urls)
+            shown = stack.enter_context(console.meter("regen", len(self.prompts.ids), "rows", resumed, together))
             for group in self._groups():
                 for conversation in self._converse(group):
                     generated += conversation.tokens

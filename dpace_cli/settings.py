@@ -87,13 +87,31 @@ def save_config(config: Config, path: Path) -> None:
         yaml.safe_dump(config.model_dump(mode="json"), file, sort_keys=False, allow_unicode=True)
 
 
+def changes(path: Path, new: Config) -> list[str]:
+    """What another config changes in the saved one of a run, as "key: old -> new"; none where nothing is saved."""
+    try:
+        saved = Config.model_validate(_read_file(path))
+    except (UsageError, ValidationError):
+        return []
+    old, now = (dict(_leaves(config.model_dump(mode="json"))) for config in (saved, new))
+    return [
+        f"{key}: {_shown(old.get(key))} -> {_shown(now.get(key))}"
+        for key in dict.fromkeys([*old, *now])
+        if old.get(key) != now.get(key)
+    ]
+
+
+def _shown(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("...").strip()
+
+
 def described(config: Config, origins: Origins) -> str:
     """The config as YAML, each value followed by the place that set it."""
     lines = []
     for dotted, value in _leaves(config.model_dump(mode="json")):
-        shown = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
         origin = origins.get(dotted) or next((o for k, o in origins.items() if k.startswith(f"{dotted}.")), "default")
-        lines.append(f"{dotted}: {shown.removesuffix(chr(10)).removesuffix('...').strip()}  # {origin}")
+        lines.append(f"{dotted}: {_shown(value)}  # {origin}")
     return "\n".join(lines) + "\n"
 
 
@@ -119,8 +137,7 @@ def _commented_fields(section: BaseModel, indent: str) -> list[str]:
             lines += [f"{indent}{name}:{comment}", *_commented_fields(value, indent + "  ")]
         else:
             plain = section.model_dump(mode="json")[name]
-            text = yaml.safe_dump(plain, default_flow_style=True, width=10**6, allow_unicode=True)
-            lines.append(f"{indent}{name}: {text.removesuffix(chr(10)).removesuffix('...').strip()}{comment}")
+            lines.append(f"{indent}{name}: {_shown(plain)}{comment}")
     return lines
 
 
@@ -216,7 +233,7 @@ def _explain(problem: Mapping[str, Any], values: dict[str, Any], origins: Origin
         node = node.get(part, {}) if isinstance(node, dict) else node[part] if isinstance(node, list) else {}
     dotted = ".".join(parts)
     origin = origins.get(dotted) or next((o for k, o in origins.items() if dotted.startswith(f"{k}.")), None)
-    hint = f"it was set by {origin}" if origin else ""
+    hint = f"it was set {_place(origin)}" if origin else ""
     if problem["type"] == "extra_forbidden":
         return _unknown_key(parts, values, hint)
     if problem["type"] == "union_tag_invalid":
@@ -232,6 +249,12 @@ def _explain(problem: Mapping[str, Any], values: dict[str, Any], origins: Origin
     if problem["type"] in ("model_type", "dict_type"):
         return UsageError(f"{dotted} is {problem['input']!r}; it is a section of keys", hint)
     return UsageError(f"{dotted} is {problem['input']!r}; {message[0].lower()}{message[1:]}", hint)
+
+
+def _place(origin: str) -> str:
+    if origin == "command line":
+        return "on the command line"
+    return f"by {origin}" if origin.startswith(("preset ", "environment ")) else f"in {origin}"
 
 
 def _unknown_key(parts: list[str], values: dict[str, Any], hint: str) -> UsageError:
@@ -253,7 +276,7 @@ def _unknown_key(parts: list[str], values: dict[str, Any], hint: str) -> UsageEr
     elsewhere = [f"{name}.{parts[-1]}" for name, field in Config.model_fields.items()
                  if parts[-1] in getattr(field.annotation, "model_fields", {})]  # fmt: skip
     nearest = f"{prefix}.{near[0]}".lstrip(".") if near else (elsewhere[0] if elsewhere else "")
-    advice = f"did you mean {nearest}?" if nearest else f"known keys: {', '.join(known)}"
+    advice = f"did you mean {nearest}?" if nearest else "`dpace config show` lists every key"
     return UsageError(f"unknown config key {dotted}", "; ".join(filter(None, [advice, hint])))
 
 

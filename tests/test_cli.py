@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+import signal
 from pathlib import Path
 
 import matplotlib as mpl
@@ -11,7 +13,9 @@ import pytest
 import typer.testing
 from report_setup import drawn, save_run
 
+from dpace_cli import console
 from dpace_cli.cli import app
+from dpace_cli.errors import Interrupted
 
 runner = typer.testing.CliRunner()
 
@@ -125,3 +129,40 @@ def test_version():
     from dpace_cli import __version__
 
     assert runner.invoke(app, ["--version"]).stdout.strip() == f"dpace {__version__}"
+
+
+def test_settings_that_a_run_did_not_have_before_are_named(sharegpt):
+    def prep(*overrides):
+        done = runner.invoke(app, ["prep", "sharegpt", str(sharegpt), "--preset", "demo", *overrides])
+        assert done.exit_code == 0, done.stderr
+        return [line for line in done.stderr.splitlines() if "config.yaml changes" in line]
+
+    assert prep() == prep() == []
+    assert prep("train.seed=7") == ["runs/demo/config.yaml changes: train.seed: 0 -> 7"]
+    (line,) = prep("train.objective=dflash")
+    assert "train.seed: 7 -> 0" in line and "train.objective.name: dpace -> dflash" in line
+
+
+def test_a_stop_in_the_middle_of_an_import_waits_for_its_end(tmp_path, monkeypatch):
+    """Compiled modules swallow whatever is raised while they import something."""
+    (tmp_path / "stopped_module.py").write_text(
+        "import os, signal, time\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(0.1)\nexcept BaseException:\n    whole = False\n"
+        "else:\n    whole = True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(Interrupted), console.stoppable():
+        module = importlib.import_module("stopped_module")
+        signal.pause()
+    assert module.whole
+
+
+def test_no_estimate_before_what_was_begun_together_is_done(monkeypatch):
+    monkeypatch.setattr(console, "PLAIN_INTERVAL_S", 0)
+    said: list[str] = []
+    monkeypatch.setattr(console, "note", said.append)
+    with console.meter("regen", 100, "rows", 20, together=32) as shown:
+        for done in (20, 21, 51, 52):
+            shown.update(done, "5 tokens")
+    assert said[:3] == [f"regen: {done}/100 rows, 5 tokens" for done in (20, 21, 51)]
+    assert " left, 5 tokens" in said[3] and "rows/s" in said[3]
