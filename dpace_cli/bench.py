@@ -86,8 +86,8 @@ def _table(lines: Sequence[Measured]) -> Table:
     headings = [("Data set", "dataset"), ("Temperature", "temperature"), ("In flight", "concurrency"), ("Arm", "arm"),
                 ("Seed", "seed"), ("Step", "step")]  # fmt: skip
     headings = [(words, name) for words, name in headings if name in ("dataset", "temperature", "arm") or varies(name)]
-    columns = [("prompts", "prompts", "d"), ("SR", "sr", ".2f"), ("tau", "tau", ".2f"),
-               ("pooled tau", "tau_pooled", ".2f"), ("lossless", "lossless", ".1%")]  # fmt: skip
+    columns = [("prompts", "prompts", "d"), ("SR", "sr", ".2f"), ("tau", "tau", ".2f"), ("lossless", "lossless", ".1%"),
+               ("pooled tau", "tau_pooled", ".2f")]  # fmt: skip
     columns = [column for column in columns if any(getattr(line, column[1]) is not None for line in lines)]
     counts = [("near-ties", "near_ties", "d"), ("broken", "broken", "d"), ("errors", "errors", "d")]
     columns += [column for column in counts if any(getattr(line, column[1]) for line in lines)]
@@ -97,7 +97,8 @@ def _table(lines: Sequence[Measured]) -> Table:
 
     return Table(
         "bench", "Measured",
-        (*(Column(words, heading=True) for words, _ in headings), *(Column(w, format=form) for w, _, form in columns)),
+        (*(Column(words, heading=True) for words, _ in headings),
+         *(Column(words, format=form, optional=name == "tau_pooled") for words, name, form in columns)),
         tuple((*(text(getattr(line, name)) for _, name in headings), *(getattr(line, name) for _, name, _ in columns))
               for line in lines),
         (SR_NOTE, TAU_NOTE) if any(line.sr is not None for line in lines) else (TAU_NOTE,),

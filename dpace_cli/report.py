@@ -24,6 +24,7 @@ from dpace_cli.stats import Bootstrap, Estimate
 from dpace_cli.tables import catalog
 from dpace_cli.tables.arms import Arm, Section, arms_summary, cautions, sections
 from dpace_cli.tables.positions import CheckpointWeights, correlation_table, load_weights
+from dpace_cli.tables.published import published
 from dpace_cli.tables.table import Table
 
 FORMATS = ("md", "html", "json", "csv", "tex", "png", "card")
@@ -180,7 +181,7 @@ class _Report:
             ))  # fmt: skip
         if config.report.paper:
             lead = "From the paper, for other targets, data and machines; none of it was measured here."
-            self.parts.append(Part("Published figures", lead, [catalog.published()]))
+            self.parts.append(Part("Published figures", lead, [published()]))
 
     @property
     def tables(self) -> list[Table]:

@@ -13,6 +13,7 @@ from dpace_cli.stats import Bootstrap, Estimate
 from dpace_cli.tables import catalog, objectives_table
 from dpace_cli.tables.arms import arms_summary, cautions, common_prompts, sections
 from dpace_cli.tables.positions import last_of_each, trajectories
+from dpace_cli.tables.published import published
 from dpace_cli.tables.table import Column, Table, best_cells
 
 FEW = Bootstrap(resamples=199)
@@ -150,6 +151,13 @@ def test_settings_that_differ_are_said_loudly():
     assert "enable_thinking" in caution
 
 
+def test_means_over_other_seeds_than_the_references_are_said():
+    records = [drawn("dflash", 0.5, seed=0), drawn("dflash", 0.5, seed=1), drawn("dpace", 0.7, seed=0)]
+    (caution,) = cautions(only(records, "dflash"))
+    assert "dpace with training seeds [0], dflash with [0, 1]" in caution and caution.startswith("gsm8k: ")
+    assert cautions(only([*records, drawn("dpace", 0.7, seed=1)], "dflash")) == []
+
+
 def test_no_prompt_in_common_gives_no_figure_and_no_interval():
     other = record([prompt(100 + i, [4]) for i in range(5)], "dflash", data_sha256="e" * 64)
     section = only([other, drawn("dpace", 0.7)])
@@ -219,7 +227,7 @@ def test_overview_has_a_row_for_each_arm_and_both_intervals_of_its_difference():
     assert arm["tau over seeds"].method == "t" and arm["tau difference"].method != "t"
     bold = {(table.rows[row][0], table.columns[column].full_name) for row, column in table.best}
     assert ("dpace", "tau difference") in bold and not any(arm == "dflash" for arm, _ in bold)
-    assert "average of 2 data sets" in table.notes[0] and "to dflash" in table.notes[0]
+    assert "Averages over 2 data sets" in table.notes[0] and "to dflash" in table.notes[0]
 
 
 def test_overview_of_one_seed_and_one_data_set_is_that_data_sets_figure():
@@ -227,7 +235,7 @@ def test_overview_of_one_seed_and_one_data_set_is_that_data_sets_figure():
     table = catalog.overview(only(records, "dflash"))
     assert not any(column.name in ("seeds", "over seeds") for column in table.columns)
     assert row_of(table, "dpace")["tau value"].value == pytest.approx(records[1].tau)
-    assert "Over gsm8k" in table.notes[0]
+    assert "On gsm8k" in table.notes[0]
     assert catalog.overview(only(records[:1])) is None
 
 
@@ -291,7 +299,7 @@ def test_figures_that_are_written_alike_are_best_together():
 
 
 def test_published_figures_have_a_source_and_are_the_papers():
-    table = catalog.published()
+    table = published()
     assert "not measured here" in table.title
     assert "2605.18810" in table.notes[0]
     rows = {(row[0], row[1], row[2]): row[-2:] for row in table.rows}

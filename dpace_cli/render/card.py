@@ -105,8 +105,11 @@ def _usage(target: str, block_size: int) -> str:
 def _method(sections: Sequence[Section], arm: Arm) -> str:
     record = arm.all_records()[0]
     versions = ", ".join(f"{name} {version}" for name, version in sorted(record.versions.items()))
+    seeds = f"Training seeds: {', '.join(map(str, arm.seeds))}."
+    if len(arm.seeds) > 1:
+        seeds += f" The figures are means over them; this checkpoint is of seed {record.seed}."
     parts = [
-        f"Training seeds: {', '.join(map(str, arm.seeds))}. Device: {record.device}, {record.dtype or 'unknown type'}. "
+        f"{seeds} Device: {record.device}, {record.dtype or 'unknown type'}. "
         f"Answers of at most {record.max_new_tokens} tokens. Versions: {versions}.",
         f"Template options: {record.template_options or 'none'}.",
         f"Intervals: {100 * sections[0].bootstrap.confidence:g}% bootstrap over prompts (BCa).",

@@ -320,7 +320,23 @@ def cautions(section: Section) -> list[str]:
         if without:
             missing.setdefault(", ".join(without), []).append(arm.name)
     found += [f"{', '.join(arms)}: not measured on {names}, so without an average." for names, arms in missing.items()]
-    return found
+    return found + _other_seeds(section)
+
+
+def _other_seeds(section: Section) -> list[str]:
+    """Arms that are means over other training seeds than their reference, data set by data set."""
+    apart: dict[str, list[str]] = {}
+    for arm in section.arms:
+        reference = section.reference_of(arm)
+        for data_set in arm.records if reference else ():
+            ours, theirs = sorted(arm.records[data_set]), sorted(reference.records.get(data_set, {}))
+            if theirs and ours != theirs:
+                words = f"{arm.name} with training seeds {ours}, {reference.name} with {theirs}"
+                apart.setdefault(words, []).append(data_set)
+    return [
+        f"{', '.join(names)}: {words}; their difference mixes in what the seeds differ by."
+        for words, names in apart.items()
+    ]
 
 
 def _brief(value: str) -> str:

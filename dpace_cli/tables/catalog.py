@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from importlib import resources
 from itertools import chain
 from typing import Any
 
@@ -67,8 +64,8 @@ def overview(section: Section) -> Table | None:
                     clear.append((len(rows), place))
             row += cells
         rows.append(tuple(row))
-    over = only or f"the average of {len(section.data_sets)} data sets"
-    notes = [f"Over {over}; difference: to {_references(section)}.", _interval_note(section)]
+    over = f"On {only}" if only else f"Averages over {len(section.data_sets)} data sets"
+    notes = [f"{over}; difference: to {_references(section)}.", _interval_note(section)]
     if seeded:
         notes.append(
             f"over seeds: the mean of the seeds' own differences with its {_percent(section)} interval by Student's t: "
@@ -462,40 +459,3 @@ def concurrency(sections: Sequence[Section]) -> Table | None:
         Column("with drafter", group="tokens a second", format=",.0f"), Column("SR"), Column("pooled tau"),
     )  # fmt: skip
     return Table("concurrency", "Servers by requests in flight", columns, tuple(rows))
-
-
-# --- published figures ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Published:
-    """Figures from the paper, each labelled as published and never as measured here."""
-
-    source: str
-    url: str
-    figures: list[dict[str, Any]]
-
-
-def published_figures() -> Published:
-    """What the package's data file holds."""
-    text = resources.files("dpace_cli").joinpath("data", "published.json").read_text("utf-8")
-    return Published(**json.loads(text))
-
-
-def published() -> Table:
-    """The published figures as a table of their own."""
-    data = published_figures()
-    columns = (
-        Column("What", heading=True), Column("Target", heading=True), Column("Setting", heading=True),
-        Column("compared with", heading=True), Column("its figure"), Column("D-PACE"),
-    )  # fmt: skip
-    rows = []
-    for figure in data.figures:
-        reference = figure.get("reference")
-        rows.append((
-            figure["what"], figure.get("target", ""), figure.get("setting", ""), figure.get("compared_with", ""),
-            None if reference is None else format(reference, figure["format"]),
-            format(figure["dpace"], figure["format"]),
-        ))  # fmt: skip
-    notes = (f"Source: {data.source}, {data.url}",)
-    return Table("published", "Published figures (not measured here)", columns, tuple(rows), notes)
