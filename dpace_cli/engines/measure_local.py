@@ -204,4 +204,6 @@ def _rotated(places: list[int], by: int) -> Iterator[int]:
 
 def _last_tau(answers: Mapping[int, list[PromptResult]]) -> str:
     taus = [r.draft.acceptance for rows in answers.values() for r in rows[-1:] if r.draft and r.draft.acceptance]
+    if len(taus) > 4:  # a line has no room for each
+        return f"last tau {min(taus):.2f} to {max(taus):.2f}"
     return f"last tau {', '.join(f'{tau:.2f}' for tau in taus)}" if taus else ""
