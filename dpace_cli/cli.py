@@ -108,7 +108,7 @@ def emit(result: Any, as_json: bool) -> None:
     show_result(result, console.out)
 
 
-_SHOWN_CHANGES = 8
+PARTIAL = 3  # exit code of a prep that read every whole row of an input that breaks off
 
 
 def open_run(
@@ -140,8 +140,7 @@ def open_run(
             console.note(f"run: {folder} (a new one)")
     if "RANK" not in os.environ and (named or not folder.config_file.exists()):
         if changed := changes(folder.config_file, loaded):
-            more = f" and {len(changed) - _SHOWN_CHANGES} more" if len(changed) > _SHOWN_CHANGES else ""
-            console.note(f"{folder.config_file} changes: {'; '.join(changed[:_SHOWN_CHANGES])}{more}")
+            console.note(f"{folder.config_file} changes: {'; '.join(changed)}")
         save_config(loaded, folder.config_file)
     return loaded, folder
 
@@ -161,6 +160,9 @@ def _prep(source: str, inputs: list[str] | None, options: dict[str, Any]) -> Any
     result = prep.run(config, folder)
     if not result.kept:
         console.warn(f"no row was kept; {result.rejects} says why")
+    if result.partial:
+        emit(result, options["json_output"])
+        raise typer.Exit(PARTIAL)
     return result
 
 
@@ -173,7 +175,8 @@ def _add_prep_source(source: str, help_text: str) -> None:
         output: Output = None, max_rows: MaxRows = None, target: Target = None, json_output: Json = False,
     ) -> Any:  # fmt: skip
         return _prep(source, inputs, {"config": config, "preset": preset, "run": run, "output": output,
-                                      "max_rows": max_rows, "target": target})  # fmt: skip
+                                      "max_rows": max_rows, "target": target,
+                                      "json_output": json_output})  # fmt: skip
 
     body.__doc__ = help_text
     command(prep_app, source)(body)

@@ -1,6 +1,7 @@
 """Errors that a person is meant to read: what happened, where, and what to do.
 
-Exit codes: 2 for usage and configuration, 1 for a run that failed, 128 + signal when stopped.
+Exit codes: 2 for usage and configuration, 1 for a run that failed, 3 for a prep whose input breaks off (every
+whole row is written), 128 + signal when stopped.
 Anything that is not a DpaceError is a bug, and its traceback is shown.
 """
 

@@ -86,6 +86,7 @@ def run(config: Config, folder: RunFolder) -> PrepResult:
     _check_rules(prep.disable)
     sources = _sources(prep)
     files = _Files.of(prep, folder)
+    files.spare(sources)
     with ExitStack() as stack:
         rejects = stack.enter_context(writing(files.rejects, "wb"))
         output = RowOutput(stack.enter_context(writing(files.output, "w+b")), files.output)
@@ -382,6 +383,13 @@ class _Files:
         val = output.with_name(f"{prefix}val.jsonl") if prep.val else None
         names = (output.with_name(f"{prefix}{name}") for name in ("rejects.jsonl", "manifest.json"))
         return cls(output, *names, val)
+
+    def spare(self, sources: list[Any]) -> None:
+        """Raise UsageError where an input would be replaced by an output."""
+        inputs = {path.resolve() for source in sources if (path := getattr(source, "path", None))}
+        for path in filter(None, (self.output, self.rejects, self.manifest, self.val)):
+            if path.resolve() in inputs:
+                raise UsageError(f"{path} is an input, and would be replaced by an output", "pass --output OTHER.jsonl")
 
 
 @dataclass

@@ -22,6 +22,7 @@ from dpace_cli.errors import UsageError
 from dpace_cli.records import writing
 
 ENV_PREFIX = "DPACE_"
+_SHOWN_CHANGES = 8
 _OVERRIDE = re.compile(r"^([A-Za-z_]\w*(?:\.[\w-]+)*)=(.*)$", re.DOTALL)
 
 Origins = dict[str, str]
@@ -94,11 +95,13 @@ def changes(path: Path, new: Config) -> list[str]:
     except (UsageError, ValidationError):
         return []
     old, now = (dict(_leaves(config.model_dump(mode="json"))) for config in (saved, new))
-    return [
+    found = [
         f"{key}: {_shown(old.get(key))} -> {_shown(now.get(key))}"
         for key in dict.fromkeys([*old, *now])
         if old.get(key) != now.get(key)
     ]
+    more = [f"{len(found) - _SHOWN_CHANGES} more"] if len(found) > _SHOWN_CHANGES else []
+    return found[:_SHOWN_CHANGES] + more
 
 
 def _shown(value: Any) -> str:

@@ -166,3 +166,30 @@ def test_no_estimate_before_what_was_begun_together_is_done(monkeypatch):
             shown.update(done, "5 tokens")
     assert said[:3] == [f"regen: {done}/100 rows, 5 tokens" for done in (20, 21, 51)]
     assert " left, 5 tokens" in said[3] and "rows/s" in said[3]
+
+
+def test_the_exit_code_of_prep_says_that_an_input_breaks_off(sharegpt):
+    cut = sharegpt.with_name("cut.json")
+    cut.write_bytes(sharegpt.read_bytes()[:-9])
+    done = runner.invoke(app, ["prep", "sharegpt", str(cut), "--output", "out.jsonl", "--json"])
+    assert done.exit_code == 3
+    assert json.loads(done.stdout)["partial"] and Path("out.jsonl").read_text().count("\n") == 1
+    assert f"{cut} breaks off at byte" in done.stderr
+
+
+@pytest.mark.parametrize("output", ["sharegpt.json", "other/../sharegpt.json"])
+def test_prep_replaces_none_of_its_inputs(sharegpt, output):
+    Path("other").mkdir()
+    before = sharegpt.read_bytes()
+    done = runner.invoke(app, ["prep", "sharegpt", str(sharegpt), "--output", output])
+    assert done.exit_code == 2 and "is an input" in done.stderr and "--output" in done.stderr
+    assert sharegpt.read_bytes() == before
+
+
+def test_rejects_are_not_read_and_replaced_at_once(sharegpt):
+    runner.invoke(app, ["prep", "sharegpt", str(sharegpt), "--run", "runs/a"])
+    rejects, prompts = (Path("runs/a/prep") / name for name in ("rejects.jsonl", "prompts.jsonl"))
+    before = (rejects.read_bytes(), prompts.read_bytes())
+    done = runner.invoke(app, ["prep", "jsonl", str(rejects), "--run", "runs/a"])
+    assert done.exit_code == 2 and "rejects.jsonl is an input" in done.stderr
+    assert (rejects.read_bytes(), prompts.read_bytes()) == before
