@@ -151,6 +151,15 @@ def test_settings_that_differ_are_said_loudly():
     assert "enable_thinking" in caution
 
 
+def test_an_arm_that_lacks_a_data_set_has_no_average_and_is_named():
+    section = only([drawn("dflash", 0.5), drawn("dflash", 0.5, dataset="mbpp"), drawn("dpace", 0.7)], "dflash")
+    base, arm = section.arms
+    assert set(section.figures(base, None)) >= {"sr", "tau"} and section.figures(arm, None) == {}
+    assert section.difference(arm, None) == {} and section.difference(arm, "gsm8k")
+    assert row_of(catalog.overview(section), "dpace")["tau mean"] is None
+    assert cautions(section) == ["dpace: not measured on mbpp, so without an average."]
+
+
 def test_means_over_other_seeds_than_the_references_are_said():
     records = [drawn("dflash", 0.5, seed=0), drawn("dflash", 0.5, seed=1), drawn("dpace", 0.7, seed=0)]
     (caution,) = cautions(only(records, "dflash"))
