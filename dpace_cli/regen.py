@@ -79,6 +79,8 @@ def run(config: Config, folder: RunFolder, data: Path | None = None, output: Pat
         RunError: no server answers, or a server refuses every request.
     """
     prompts, files = Prompts.scan(data or folder.prompts, config.regen.limit), Answers(output or folder.answers)
+    if files.rows.resolve() == prompts.path.resolve():
+        raise UsageError(f"{files.rows} is the input, and would be replaced by the answers", "choose another output")
     settings = _settings(config)
     plan = {"limit": prompts.limit, "input_sha256": prompts.sha256, "batch_size": config.regen.batch_size}
     files.check(prompts, settings, config.regen.overwrite)

@@ -170,6 +170,14 @@ def test_a_file_that_regen_did_not_write_is_not_touched(tmp_path: Path, tiny_tar
     assert precious.read_text() == prompts.read_text()
 
 
+def test_answers_never_replace_their_prompts(tmp_path: Path, tiny_target: Path) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", 2)
+    before = prompts.read_bytes()
+    with pytest.raises(UsageError, match="is the input"):
+        regen.run(config(tiny_target, overwrite=True), RunFolder(tmp_path / "run"), data=prompts, output=prompts)
+    assert prompts.read_bytes() == before
+
+
 def test_two_outputs_in_one_folder_keep_their_files_apart(tmp_path: Path, tiny_target: Path) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", 2)
     for name, most in (("a", 3), ("b", 4)):
