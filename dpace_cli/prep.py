@@ -449,8 +449,8 @@ def _check_rules(names: list[str]) -> None:
         if name in UNCONDITIONAL:
             raise UsageError(f"prep.disable: {name} cannot be turned off", f"it says that {REJECTIONS[name]}")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else "docs/data.md lists the rules"
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "docs/data.md lists the rules"
             raise UsageError(f"prep.disable: there is no rule {name}", hint)
 
 
