@@ -10,6 +10,7 @@ everywhere here, so a block is a row of K - 1. y is the target's token at a posi
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
 import sys
@@ -273,6 +274,17 @@ def _custom(chosen: config.Custom) -> Objective:
         return _checked(returned, quantities, where)
 
     return Objective(chosen.function, needs | {"supervised"}, terms)
+
+
+def source_hash(chosen: Any) -> str | None:
+    """Hash of the source of a user's own function, so that an edit is noticed; None for dpace's own objectives."""
+    if not isinstance(chosen, config.Custom):
+        return None
+    function = _load_function(chosen.function, f"train.objective.function {chosen.function}")
+    try:
+        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+    except (OSError, TypeError):  # made at run time, or not in Python
+        return None
 
 
 def _load_function(path: str, where: str) -> Callable[..., Any]:

@@ -30,6 +30,8 @@ def writing(path: Path, mode: str = "w") -> Iterator[IO]:
     Raises:
         RunError: the folder cannot be written or the disk is full; `path` is left as it was.
     """
+    if not path.name:
+        raise UsageError(f"{path} is a folder; a file name is needed")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,8 +195,10 @@ class RunFolder:
         """
         if arms is None:
             arms = sorted(p.name for p in (self.root / "train").glob("*") if p.is_dir())
-        steps = [sorted(self.arm("train", arm).glob("step-*/model.safetensors"), key=_step) for arm in arms]
-        return [checkpoint_ref(path.parent) for found in steps for path in (found if which == "all" else found[-1:])]
+        steps = [
+            [p for p in step_folders(self.arm("train", arm)) if (p / "model.safetensors").exists()] for arm in arms
+        ]
+        return [checkpoint_ref(path) for found in steps for path in (found if which == "all" else found[-1:])]
 
 
 @dataclass(frozen=True)
@@ -221,7 +225,7 @@ class CheckpointRef:
 
 def checkpoint_ref(path: Path) -> CheckpointRef:
     """Arm, seed and step from a path `.../ARM-seedN/step-S`; elsewhere the folder's name is the arm."""
-    step = re.fullmatch(r"step-(\d+)", path.name)
+    step = _STEP.fullmatch(path.name)
     arm = re.fullmatch(r"(.+)-seed(\d+)", path.absolute().parent.name)
     if step and arm:
         return CheckpointRef(path, arm[1], int(arm[2]), int(step[1]))
@@ -251,8 +255,17 @@ def find_checkpoints(
     return refs
 
 
-def _step(weights: Path) -> int:
-    return int(weights.parent.name.removeprefix("step-"))
+_STEP = re.compile(r"step-(\d+)")
+
+
+def step_of(checkpoint: Path) -> int:
+    """The optimizer step that a folder `step-S` is named after."""
+    return int(_STEP.fullmatch(checkpoint.name)[1])
+
+
+def step_folders(arm: Path) -> list[Path]:
+    """The checkpoint folders of an arm by step; a folder of another name, such as a copy, is none of them."""
+    return sorted((path for path in arm.glob("step-*") if _STEP.fullmatch(path.name)), key=step_of)
 
 
 def newest_run(runs_root: Path) -> RunFolder | None:

@@ -195,9 +195,15 @@ def _merge(values: dict[str, Any], new: Mapping[str, Any], origin: str, origins:
             value = objective_from_name(value)
         if isinstance(value, dict) and not _is_free_form(dotted):
             named = value.get("name")
-            if dotted == "train.objective" and named and values.get(key, {}).get("name") != named:
+            if dotted == "train.objective" and named and (values.get(key) or {}).get("name") != named:
                 values[key] = {}  # another objective does not inherit the fields of the one it replaces
-            _merge(values.setdefault(key, {}), value, origin, origins, f"{dotted}.")
+            if values.get(key) is None:
+                values[key] = {}  # also a section that was left empty
+            if not isinstance(values[key], dict):
+                raise UsageError(f"{dotted} was given the value {values[key]!r}; it is a section, with fields")
+            _merge(values[key], value, origin, origins, f"{dotted}.")
+        elif value is None and dotted in Config.model_fields:
+            continue  # a section with nothing in it changes nothing
         else:
             values[key] = value
             origins[dotted] = origin

@@ -36,7 +36,8 @@ class Pending:
     """A record that may be done, half done or not begun.
 
     What its counts depend on makes its key. A finished record with the same key is kept; rows in the log
-    beside it that carry the same key are kept too; anything else is of another measurement and is replaced.
+    beside it that carry the same key are kept too; a log of another measurement is replaced, and a record
+    of one is kept beside it as NAME.json.replaced, which reports leave out.
 
     Args:
         path: the record's file.
@@ -60,7 +61,12 @@ class Pending:
         except UsageError as error:
             console.warn(f"{error.message}; it is measured again")
             return None
-        return found if found.key == self.record.key else None
+        if found.key == self.record.key:
+            return found
+        kept = self.path.with_name(f"{self.path.name}.replaced")
+        self.path.replace(kept)
+        console.warn(f"{self.path} is of other settings or another checkpoint; it is kept as {kept.name}")
+        return None
 
     def rows(self) -> dict[str, dict[str, Any]]:
         """Rows of the log that belong to this measurement, by prompt id."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -120,6 +122,20 @@ class States:
             return states, None
         split = states.shape[-1] - self.target.config.hidden_size
         return states[..., :split], states[..., split:]
+
+    def ahead(self, requests: Iterable[Sequence[int]]) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """`batch` of each request; kept states are read and sent to the device one request ahead, in a thread."""
+        if self._kept is None:
+            yield from map(self.batch, requests)
+            return
+        with ThreadPoolExecutor(1) as reader:
+            reads: deque[Future] = deque()
+            for indices in requests:
+                reads.append(reader.submit(self.batch, indices))
+                if len(reads) > 1:
+                    yield reads.popleft().result()
+            while reads:
+                yield reads.popleft().result()
 
     def keep_in_memory(self, progress: Callable[[int], None]) -> None:
         """Capture every row once and hold the states."""

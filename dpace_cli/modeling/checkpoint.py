@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dpace_cli.errors import RunError, UsageError
-from dpace_cli.records import read_json, write_json, writing_folder
+from dpace_cli.records import read_json, step_folders, step_of, write_json, writing_folder
 
 STATE_JSON = "trainer_state.json"
 STATE_TENSORS = "trainer_state.safetensors"
@@ -64,6 +64,8 @@ def load_drafter(
     """
     path = Path(path)
     config = read_json(path / "config.json")
+    if not isinstance(config, dict):
+        raise UsageError(f"{path / 'config.json'} holds a {type(config).__name__}; it is not a DFlash checkpoint")
     fields = config.get("dflash_config") or {}
     for name in ("mask_token_id", "target_layer_ids"):
         if fields.get(name, config.get(name)) is None:
@@ -90,13 +92,13 @@ class Saved:
 
 def newest_whole(folder: Path, warn: Any) -> Saved | None:
     """The newest checkpoint of a training run that can be read to its end; damaged ones are named and passed over."""
-    for path in sorted(folder.glob("step-*"), key=lambda p: int(p.name.removeprefix("step-")), reverse=True):
+    for path in reversed(step_folders(folder)):
         if not (path / STATE_JSON).exists():
             continue
         try:
             return Saved(
                 path=path,
-                step=int(path.name.removeprefix("step-")),
+                step=step_of(path),
                 state=read_json(path / STATE_JSON),
                 drafter=load_file(path / "model.safetensors"),
                 tensors=load_file(path / STATE_TENSORS),
@@ -108,7 +110,6 @@ def newest_whole(folder: Path, warn: Any) -> Saved | None:
 
 def prune(folder: Path, keep_last: int, best: str | None) -> None:
     """Delete all but the newest `keep_last` checkpoints and the best one."""
-    paths = sorted(folder.glob("step-*"), key=lambda p: int(p.name.removeprefix("step-")))
-    for path in paths[:-keep_last]:
+    for path in step_folders(folder)[:-keep_last]:
         if path.name != best:
             shutil.rmtree(path)

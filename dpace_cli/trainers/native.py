@@ -7,15 +7,17 @@ micro-batches and processes, and divides once. So the step does not depend on ho
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from signal import SIGTERM
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,12 +25,12 @@ from dpace_cli import console
 from dpace_cli.config import TrainConfig
 from dpace_cli.data.batches import TrainingRow, collate, draw_anchors, epoch_batches
 from dpace_cli.errors import Interrupted, RunError, UsageError
-from dpace_cli.head import HeadOutput
 from dpace_cli.modeling.capture import States
 from dpace_cli.modeling.checkpoint import Saved, checkpoint_name, load_drafter, newest_whole, prune, save_checkpoint
 from dpace_cli.modeling.drafter import build_drafter, drafter_config, embedding_scale, weights_hash
 from dpace_cli.modeling.simulate import simulate
 from dpace_cli.modeling.target import Target
+from dpace_cli.objectives import source_hash
 from dpace_cli.records import read_json, write_json, writing
 from dpace_cli.trainers.base import Job, Outcome, Ranks
 from dpace_cli.trainers.drafter_loss import DrafterLoss, needs_target
@@ -50,6 +52,21 @@ def train(job: Job, target: Target, ranks: Ranks) -> Outcome:
         Interrupted: a signal came in; everything is saved.
     """
     return _Training(job, target, ranks).run()
+
+
+class _Step(NamedTuple):
+    """What one optimizer step works on.
+
+    Attributes:
+        epoch, indices, drawn: rows of all processes, and the anchors drawn in each.
+        own: (row, anchors) of this process. micro_batches: the same in parts, or one row without anchors.
+    """
+
+    epoch: int
+    indices: list[int]
+    drawn: list[np.ndarray]
+    own: list[tuple[int, np.ndarray]]
+    micro_batches: list[list[tuple[int, np.ndarray]]]
 
 
 class _Training:
@@ -92,9 +109,11 @@ class _Training:
         self.began, first = time.monotonic(), self.step
         first_tokens = self.tokens
         shown = console.meter("train", self.total_steps, "steps", first) if self.ranks.is_first else nullcontext()
-        with console.deferred_stop() as stopped, shown as progress, self._trackers() as trackers:
-            for batch in self._batches():
-                finished = self._one_step(batch, stopped())
+        steps, ahead = itertools.tee(self._steps())
+        reading = closing(self.states.ahead([i for i, _ in micro] for step in ahead for micro in step.micro_batches))
+        with console.deferred_stop() as stopped, shown as progress, self._trackers() as trackers, reading as states:
+            for step in steps:
+                finished = self._one_step(step, states, stopped())
                 if self.step % self.train.logging_steps == 0 or self.step == self.total_steps:
                     rate = (self.tokens - first_tokens) / (time.monotonic() - self.began)
                     self._log(trackers, rate)
@@ -106,29 +125,32 @@ class _Training:
                     raise Interrupted(finished)
         return self._outcome()
 
-    def _batches(self) -> Iterator[tuple[int, list[int]]]:
-        """(epoch, row indices) of each optimizer step that is still to do."""
-        while self.step < self.total_steps:
-            epoch, place = divmod(self.step, self.steps_per_epoch)
-            batches = epoch_batches(self.lengths, self.step_rows, self.train.seed, epoch)
-            for indices in batches[place : place + self.total_steps - self.step]:
-                yield epoch, indices
+    def _steps(self) -> Iterator[_Step]:
+        """What each optimizer step that is still to do works on; nothing here depends on how steps turn out."""
+        train, rank, world = self.train, self.ranks.rank, self.ranks.world
+        epoch, place = divmod(self.step, self.steps_per_epoch)
+        for step in range(self.step, self.total_steps):
+            if step == self.step or place == self.steps_per_epoch:
+                epoch, place = divmod(step, self.steps_per_epoch)
+                batches = epoch_batches(self.lengths, self.step_rows, train.seed, epoch)
+            indices, place = batches[place], place + 1
+            drawn = [draw_anchors(self.job.rows[i], i, train.num_anchors, train.seed, epoch) for i in indices]
+            own = list(zip(indices, drawn))[rank::world]
+            # A process without rows still runs one empty micro-batch: it needs the names and shapes of the sums.
+            shares = own or [(indices[0], drawn[0][:0])]
+            micro = [shares[start : start + train.batch_size] for start in range(0, len(shares), train.batch_size)]
+            yield _Step(epoch, indices, drawn, own, micro)
 
-    def _one_step(self, batch: tuple[int, list[int]], stop_signal: int) -> int:
+    def _one_step(self, step: _Step, states: Iterator[tuple[Tensor, Tensor | None]], stop_signal: int) -> int:
         """One optimizer step; returns the signal at which all processes are to stop, or 0."""
-        epoch, indices = batch
-        train = self.train
-        drawn = [draw_anchors(self.job.rows[i], i, train.num_anchors, train.seed, epoch) for i in indices]
-        self._chain("data_order", json.dumps(indices).encode())
-        self._chain("anchors", b"".join(own.astype("<i8").tobytes() for own in drawn))
+        self._chain("data_order", json.dumps(step.indices).encode())
+        self._chain("anchors", b"".join(own.astype("<i8").tobytes() for own in step.drawn))
         loss, divisor, signals = 0.0, 0.0, float(stop_signal)
         totals: dict[str, Tensor] = {}
-        own = list(zip(indices, drawn))[self.ranks.rank :: self.ranks.world]
-        # A process without rows still runs one empty micro-batch: it needs the names and shapes of the sums.
-        for start in range(0, max(len(own), 1), train.batch_size):
-            micro = own[start : start + train.batch_size] or list(zip(indices, drawn))[:1]
-            keep_none = not own
-            output = self._micro_batch(micro, keep_none)
+        for micro in step.micro_batches:
+            rows = [self.job.rows[index] for index, _ in micro]
+            blocks = collate(rows, [anchors for _, anchors in micro], self.train.block_size)
+            output = self.loss(blocks, *next(states))
             if output.loss_sum.requires_grad:
                 output.loss_sum.backward()
             loss += output.loss_sum.detach().double()
@@ -137,21 +159,15 @@ class _Training:
                 totals[name] = totals.get(name, 0) + value.double()
         loss, divisor, signals, totals = self._reduce(loss, divisor, signals, totals)
         if not math.isfinite(loss):
-            raise self._not_finite(own, epoch, loss)
+            raise self._not_finite(step.own, step.epoch, loss)
         self._update(divisor)
         self.step += 1
-        self.tokens += sum(self.lengths[i] for i in indices)
+        self.tokens += sum(self.lengths[i] for i in step.indices)
         self.last_loss = loss / divisor if divisor else 0.0
         totals |= {"loss_sum": torch.tensor(loss), "divisor": torch.tensor(divisor), "steps": torch.tensor(1.0)}
         for name, value in totals.items():
             self.running[name] = self.running.get(name, 0) + value.double()
         return int(signals)
-
-    def _micro_batch(self, micro: list[tuple[int, Any]], keep_none: bool) -> HeadOutput:
-        rows = [self.job.rows[index] for index, _ in micro]
-        blocks = collate(rows, [own[:0] if keep_none else own for _, own in micro], self.train.block_size)
-        states, last = self.states.batch([index for index, _ in micro])
-        return self.loss(blocks, states, last)
 
     def _reduce(self, loss: Any, divisor: Any, signal: float, totals: dict[str, Tensor]) -> tuple:
         """Sum a step's numbers and gradients over all processes, in one message each."""
@@ -276,7 +292,9 @@ class _Training:
         return {
             **{f"train.{name}": value for name, value in fields.items()},
             "rows in a step": self.step_rows, "total steps": self.total_steps,
-            "target.path": self.job.config.target.path, "training data (sha256)": self.job.data_sha256,
+            **{f"target.{name}": value for name, value in self.job.config.target.model_dump(mode="json").items()
+               if name not in ("device", "trust_remote_code")},
+            "training data (sha256)": self.job.data_sha256, "objective (source)": source_hash(self.train.objective),
         }  # fmt: skip
 
     def _check_identity(self, then: Mapping[str, Any]) -> None:
