@@ -45,7 +45,7 @@ ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="config file, YAML or JSON; its run folder is runs/NAME")
 ]
 Preset = Annotated[
-    str | None, typer.Option("--preset", help="settings that come with dpace; `dpace config show` lists")
+    str | None, typer.Option("--preset", help="settings that come with dpace: demo, qwen3-4b-3l and others")
 ]
 Run = Annotated[Path | None, typer.Option("--run", help="run folder; default: DPACE_RUN, else the newest under ./runs")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output and nothing else there")]

@@ -24,6 +24,7 @@ from dpace_cli.data.batches import split_validation
 from dpace_cli.data.training import read_training_rows
 from dpace_cli.errors import RunError, UsageError
 from dpace_cli.modeling.target import load_target, load_tokenizer, tokenizer_fingerprint
+from dpace_cli.objectives import source_hash
 from dpace_cli.records import RunFolder, file_sha256, only_one, read_json, write_json
 from dpace_cli.settings import save_config
 from dpace_cli.trainers.base import Job, Outcome, Ranks, end_with_parent
@@ -182,7 +183,8 @@ def _trainer(config: Config, rows: int) -> tuple[Callable, bool]:
 def _identity(config: Config, data_hash: str) -> dict:
     """What decides the result of a training, to know a finished one again."""
     return {"train": config.train.model_dump(mode="json", exclude={"output", "data"}),
-            "target": config.target.model_dump(mode="json"), "data": data_hash}  # fmt: skip
+            "target": config.target.model_dump(mode="json"), "data": data_hash,
+            "objective_source": source_hash(config.train.objective)}  # fmt: skip
 
 
 def _finished(config: Config, output: Path, data_hash: str) -> TrainResult | None:

@@ -209,8 +209,10 @@ def test_another_setting_is_measured_anew(config, trained, tmp_path, monkeypatch
     else:
         change(config, ref)
     seen = watch(monkeypatch)
-    after = BenchRecord.load(bench.run(config, [ref], tmp_path / "bench").result)
+    again = bench.run(config, [ref], tmp_path / "bench").result
+    after = BenchRecord.load(again)
     assert seen and after.key != before.key
+    assert BenchRecord.load(again.with_name(f"{again.name}.replaced")).key == before.key  # no measurement is lost
 
 
 class Killed(BaseException):

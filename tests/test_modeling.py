@@ -256,3 +256,31 @@ def test_a_missing_target_is_a_clear_error(tmp_path):
         load_target(TargetConfig(path=str(tmp_path / "missing")))
     with pytest.raises(UsageError, match="cannot load target some/model"):
         load_tokenizer(TargetConfig(path="some/model"))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_states_read_ahead_are_those_that_were_asked_for_in_their_order(target, kept):
+    states = States(target, ROWS, [0, 2], last=False)
+    if kept:
+        states.keep_in_memory(lambda _: None)
+    asked = [[0], [3, 1], [2], [1, 0, 2]]
+    for indices, (found, _) in zip(asked, states.ahead(iter(asked)), strict=True):
+        assert torch.equal(found, states.batch(indices)[0])
+    unread = states.ahead(iter(asked))
+    next(unread)
+    unread.close()  # a training that stops waits for no reader
+
+
+def test_an_error_of_a_reader_ahead_is_raised_where_its_states_are_used(target):
+    states = States(target, ROWS, [0, 2], last=False)
+    states.keep_in_memory(lambda _: None)
+    read = states.ahead(iter([[0], [99], [1]]))
+    next(read)
+    with pytest.raises(KeyError):
+        next(read)
+
+
+def test_a_config_that_is_no_object_is_said(tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UsageError, match="holds a list"):
+        load_drafter(tmp_path)

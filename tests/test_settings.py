@@ -161,3 +161,12 @@ def test_objectives_of_one_name_and_other_settings_are_arms_of_their_own():
     ]  # fmt: skip
     own = "[{name: custom, function: 'a.b:c'}, {name: custom, function: 'a.b:c', params: {beta: 0.5}}]"
     assert [arm.label for arm in loaded(f"arms.objectives={own}").expand_arms()] == ["a.b.c", "a.b.c-beta0.5"]
+
+
+def test_an_empty_section_changes_nothing_and_a_value_is_no_section(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("train:\n  # all of it commented out\n")
+    assert load_config(preset="demo", file=file, environ={}, overrides=["train.seed=3"])[0].train.batch_size == 4
+    assert load_config(file=file, environ={})[0] == Config()
+    with pytest.raises(UsageError, match="train was given the value 5; it is a section"):
+        load_config(environ={}, overrides=["train=5", "train.seed=3"])

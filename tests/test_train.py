@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import linecache
 import math
 import os
 import random
@@ -428,3 +430,34 @@ def test_arms_of_one_seed_share_weights_order_and_anchors(undisturbed, tiny_targ
     assert first.hashes == other.hashes
     seeded = train.run(configured(tiny_target, answered_rows, "train.seed=1"), RunFolder(tmp_path))
     assert all(first.hashes[name] != seeded.hashes[name] for name in first.hashes)
+
+
+def test_a_training_under_another_target_setting_or_an_edited_function_is_refused(
+    tiny_target, answered_rows, undisturbed, tmp_path, monkeypatch
+):
+    folder = tmp_path / "run"
+    shutil.copytree(undisturbed, folder)
+    with pytest.raises(UsageError, match=r"target\.dtype: auto -> bfloat16"):
+        train.run(configured(tiny_target, answered_rows, "target.dtype=bfloat16"), RunFolder(folder))
+
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "edited_losses.py"
+    own.write_text("def loss(logq):\n    return -logq\n")
+    chosen = configured(tiny_target, answered_rows, "train.objective=edited_losses:loss", "train.max_steps=2")
+    train.run(chosen, RunFolder(tmp_path / "own"))
+    train.run(chosen, RunFolder(tmp_path / "own"))  # the same function: nothing is left to do
+    own.write_text("def loss(logq):\n    return -2 * logq\n")
+    sys.modules.pop("edited_losses")
+    linecache.clearcache()
+    importlib.invalidate_caches()
+    with pytest.raises(UsageError, match=r"objective \(source\)"):
+        train.run(chosen, RunFolder(tmp_path / "own"))
+
+
+def test_a_copy_of_a_checkpoint_beside_it_disturbs_nothing(tiny_target, answered_rows, undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(undisturbed, folder)
+    last = sorted(arm(folder).glob("step-*"))[-1]
+    shutil.copytree(last, last.with_name(f"{last.name}-backup"))
+    assert [ref.path for ref in RunFolder(folder).checkpoints("all")][-1] == last
+    assert train.run(configured(tiny_target, answered_rows), RunFolder(folder)).steps == 6
