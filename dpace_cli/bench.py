@@ -24,7 +24,7 @@ from dpace_cli.config import Config
 from dpace_cli.data.benchmarks import dataset_name, load_prompts
 from dpace_cli.engines.measure_base import Done, block_size_of, target_name
 from dpace_cli.errors import UsageError
-from dpace_cli.records import CheckpointRef, RunFolder, read_json
+from dpace_cli.records import CheckpointRef, RunFolder, only_one, read_json
 from dpace_cli.render.terminal import TerminalTable
 from dpace_cli.results import BenchRecord
 from dpace_cli.tables.catalog import SR_NOTE, TAU_NOTE
@@ -113,7 +113,7 @@ def run(config: Config, checkpoints: Sequence[CheckpointRef], folder: RunFolder 
         checkpoints: drafters of one target.
         folder: a run, or a folder for the records.
     Raises:
-        UsageError: nothing to measure, or an input that is missing or does not fit.
+        UsageError: nothing to measure, an input that is missing or does not fit, or another bench at work here.
         RunError: no prompt of a data set could be answered.
     """
     if not checkpoints:
@@ -128,10 +128,11 @@ def run(config: Config, checkpoints: Sequence[CheckpointRef], folder: RunFolder 
         raise UsageError(f"bench.datasets names {twice[0]} twice" if twice else "bench.datasets is empty")
     sets = [load_prompts(name, bench.data_dir, bench.num_prompts, bench.seed) for name in bench.datasets]
     root = folder / "bench" if isinstance(folder, RunFolder) else Path(folder)
-    engine = _engine(config, checkpoints, root)
-    done: Done = []
-    for prompts, temperature in itertools.product(sets, bench.temperatures):
-        done += engine.measure(prompts, temperature)
+    with only_one(root / "lock"):  # two at once would take each other's time, and each other's half-done records
+        engine = _engine(config, checkpoints, root)
+        done: Done = []
+        for prompts, temperature in itertools.product(sets, bench.temperatures):
+            done += engine.measure(prompts, temperature)
     return _result(done)
 
 

@@ -26,7 +26,7 @@ from dpace_cli.data.tokens import generation_prompt
 from dpace_cli.engines.base import Engine, Request, make_engine
 from dpace_cli.engines.conversation import Conversation
 from dpace_cli.errors import RunError, UsageError
-from dpace_cli.records import RunFolder
+from dpace_cli.records import RunFolder, only_one
 
 WINDOW_GROUPS = 64
 """Batches whose rows are sorted by length together."""
@@ -75,7 +75,8 @@ def run(config: Config, folder: RunFolder, data: Path | None = None, output: Pat
         data: prompts in SpecForge's row format; default: `prep/prompts.jsonl` of the run.
         output: where the rows go; the other files are beside it. Default: `regen/train.jsonl` of the run.
     Raises:
-        UsageError: the input is missing or damaged, or was answered with other settings.
+        UsageError: the input is missing or damaged, was answered with other settings, or is being answered by
+            another process.
         RunError: no server answers, or a server refuses every request.
     """
     prompts, files = Prompts.scan(data or folder.prompts, config.regen.limit), Answers(output or folder.answers)
@@ -83,21 +84,22 @@ def run(config: Config, folder: RunFolder, data: Path | None = None, output: Pat
         raise UsageError(f"{files.rows} is the input, and would be replaced by the answers", "choose another output")
     settings = _settings(config)
     plan = {"limit": prompts.limit, "input_sha256": prompts.sha256, "batch_size": config.regen.batch_size}
-    files.check(prompts, settings, config.regen.overwrite)
-    if result := files.finished(prompts, plan):
-        return RegenResult(**{**result, "output": files.rows, "resumed": result["done"]})
-    engine = make_engine(config)
-    try:
-        head = {
-            "settings": settings,
-            "config": {"regen": config.regen, "target": config.target},
-            "input": {"path": prompts.path, "sha256": prompts.sha256, "rows": len(prompts.ids)},
-            "versions": {name: version(name) for name in ("dpace-cli", "torch", "transformers", "openai")},
-        }
-        files.prepare(prompts, plan, head)
-        return _Regeneration(config, prompts, files, engine).run()
-    finally:
-        engine.close()
+    with only_one(files.rows.with_name("lock")):
+        files.check(prompts, settings, config.regen.overwrite)
+        if result := files.finished(prompts, plan):
+            return RegenResult(**{**result, "output": files.rows, "resumed": result["done"]})
+        engine = make_engine(config)
+        try:
+            head = {
+                "settings": settings,
+                "config": {"regen": config.regen, "target": config.target},
+                "input": {"path": prompts.path, "sha256": prompts.sha256, "rows": len(prompts.ids)},
+                "versions": {name: version(name) for name in ("dpace-cli", "torch", "transformers", "openai")},
+            }
+            files.prepare(prompts, plan, head)
+            return _Regeneration(config, prompts, files, engine).run()
+        finally:
+            engine.close()
 
 
 @dataclass(frozen=True)

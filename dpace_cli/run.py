@@ -6,6 +6,7 @@ weights, anchor draws and data order. The hashes that the trainings recorded pro
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from dpace_cli import bench, console, prep, regen, report, train, weights
 from dpace_cli.config import Arm, Config
+from dpace_cli.data.benchmarks import DATA_DIR_VARIABLE
 from dpace_cli.errors import RunError, UsageError
 from dpace_cli.records import RunFolder, file_sha256, read_json, write_json
 
@@ -72,14 +74,16 @@ def run(config: Config, folder: RunFolder) -> tuple[RunResult, report.ReportResu
 
 
 def _prep(config: Config, folder: RunFolder) -> Any:
-    """Prep once: its output stays as long as its section and its input files do."""
+    """Prep once: its output stays as long as its section, its input files and what it was compared with do."""
     manifest = folder / "prep" / "manifest.json"
     output = Path(config.prep.output) if config.prep.output else folder.prompts
     if manifest.exists() and output.exists():
         saved = read_json(manifest)
         inputs = {path: file_sha256(Path(path)) for path in config.prep.inputs if Path(path).is_file()}
         same = saved["config"] == config.prep.model_dump(mode="json")
-        if same and all(saved["inputs"].get(path) == digest for path, digest in inputs.items()):
+        prompts = config.bench.data_dir or os.environ.get(DATA_DIR_VARIABLE)
+        comparable = prompts and any(Path(prompts, f"{name}.jsonl").exists() for name in saved["unchecked"])
+        if same and not comparable and all(saved["inputs"].get(path) == digest for path, digest in inputs.items()):
             console.note(f"done before: {output}")
             return saved
     return prep.run(config, folder)

@@ -25,7 +25,7 @@ from dpace_cli.engines.base import Completion, Request
 from dpace_cli.engines.conversation import Conversation
 from dpace_cli.errors import Interrupted, RunError, UsageError
 from dpace_cli.modeling.target import tokenizer_fingerprint
-from dpace_cli.records import RunFolder
+from dpace_cli.records import RunFolder, only_one
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -426,3 +426,15 @@ def test_ids_of_reasoning_that_is_left_out_are_not_kept_for_training(keep: bool)
     assert conversation.turns[0]["answer_ids"] == ([2] if keep else None)
     answer = conversation.result()["conversations"][1]
     assert answer == {"role": "assistant", "content": "a", **({"reasoning_content": "r"} if keep else {})}
+
+
+def test_two_at_once_do_not_answer_the_same_rows(tmp_path: Path, tiny_target: Path) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", 3)
+    with (
+        only_one(tmp_path / "run" / "regen" / "lock"),
+        pytest.raises(UsageError, match="another process .* is at work"),
+    ):
+        run(config(tiny_target), tmp_path, prompts)
+    assert not (tmp_path / "run" / "regen" / "train.jsonl").exists()
+    run(config(tiny_target), tmp_path, prompts)
+    assert contents(tmp_path / "run" / "regen")["train.jsonl"].count(b"\n") == 3
