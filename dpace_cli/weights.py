@@ -28,6 +28,7 @@ from dpace_cli.errors import UsageError
 from dpace_cli.modeling.capture import States
 from dpace_cli.modeling.checkpoint import load_drafter
 from dpace_cli.modeling.drafter_forward import drafter_hidden
+from dpace_cli.modeling.identity import check_fits
 from dpace_cli.modeling.target import Target, load_target, tokenizer_fingerprint
 from dpace_cli.objectives import dpace_weights
 from dpace_cli.records import checkpoint_ref, file_sha256, read_json, write_json, writing
@@ -233,7 +234,7 @@ def _checkpoint(
 ) -> CheckpointWeights:  # fmt: skip
     """Draft every block with one checkpoint and summarise."""
     drafter = load_drafter(path, target.device, target.model.dtype)
-    _check_fits(drafter, target, path)
+    check_fits(drafter, target, path)
     drafted = _draft(drafter, target, rows, states.tapped(drafter.target_layer_ids), config, meter)
     alpha, block_size = config.weights.alpha, drafter.block_size
     weights = dpace_weights(drafted.logq, drafted.supervised, alpha).numpy()
@@ -250,17 +251,6 @@ def _checkpoint(
     return CheckpointWeights(
         str(path), ref.arm, ref.seed, ref.step, block_size, gamma, alpha, len(weights), positions, ranked
     )  # fmt: skip
-
-
-def _check_fits(drafter: Any, target: Target, path: Path) -> None:
-    if drafter.config.hidden_size != target.config.hidden_size:
-        raise UsageError(
-            f"{path} is for a target of width {drafter.config.hidden_size}; "
-            f"the target's width is {target.config.hidden_size}",
-            "name the drafter's own target with --target",
-        )
-    if drafter.mask_token_id >= len(target.embedding):
-        raise UsageError(f"{path} has mask token {drafter.mask_token_id}, which the target's embedding lacks")
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -330,6 +331,13 @@ def test_wrong_inputs_are_errors_before_anything_is_decoded(config, trained, tmp
     other = load_target(TargetConfig(path=str(make_tiny_target(tmp_path / "other", hidden_size=16))))
     with pytest.raises(UsageError, match=r"16 wide, and target .* is 32"):
         bench.run(config, [checkpoint_ref(checkpoint(narrow, new_drafter(other)))], tmp_path)
+    foreign = tmp_path / "foreign"
+    shutil.copytree(trained[0].path, foreign)
+    edited = json.loads((foreign / "config.json").read_text())
+    edited["dflash_config"]["mask_token_id"] = 99_999
+    (foreign / "config.json").write_text(json.dumps(edited))
+    with pytest.raises(UsageError, match="has mask token 99999"):
+        bench.run(config, [CheckpointRef(foreign, "foreign")], tmp_path)
 
 
 def test_simulate_agrees_with_decoding(config, trained, undisturbed, tmp_path):

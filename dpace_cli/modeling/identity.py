@@ -59,6 +59,12 @@ def check_fits(drafter: Any, target: Target, path: Path) -> None:
             f"{target.config.num_hidden_layers}",
             "a drafter works with the target that it was trained for alone",
         )
+    if drafter.mask_token_id >= len(target.embedding):
+        raise UsageError(
+            f"the drafter in {path} has mask token {drafter.mask_token_id}, and the embedding of target {target.path} "
+            f"has {len(target.embedding)} rows",
+            "a drafter works with the target that it was trained for alone",
+        )
 
 
 def device_name(device: torch.device) -> str:
