@@ -258,15 +258,16 @@ def test_a_missing_target_is_a_clear_error(tmp_path):
         load_tokenizer(TargetConfig(path="some/model"))
 
 
+@pytest.mark.parametrize("in_thread", [False, True])
 @pytest.mark.parametrize("kept", [False, True])
-def test_states_read_ahead_are_those_that_were_asked_for_in_their_order(target, kept):
+def test_states_read_ahead_are_those_that_were_asked_for_in_their_order(target, kept, in_thread):
     states = States(target, ROWS, [0, 2], last=False)
     if kept:
         states.keep_in_memory(lambda _: None)
     asked = [[0], [3, 1], [2], [1, 0, 2]]
-    for indices, (found, _) in zip(asked, states.ahead(iter(asked)), strict=True):
+    for indices, (found, _) in zip(asked, states.ahead(iter(asked), in_thread), strict=True):
         assert torch.equal(found, states.batch(indices)[0])
-    unread = states.ahead(iter(asked))
+    unread = states.ahead(iter(asked), in_thread)
     next(unread)
     unread.close()  # a training that stops waits for no reader
 
@@ -274,7 +275,7 @@ def test_states_read_ahead_are_those_that_were_asked_for_in_their_order(target, 
 def test_an_error_of_a_reader_ahead_is_raised_where_its_states_are_used(target):
     states = States(target, ROWS, [0, 2], last=False)
     states.keep_in_memory(lambda _: None)
-    read = states.ahead(iter([[0], [99], [1]]))
+    read = states.ahead(iter([[0], [99], [1]]), in_thread=True)
     next(read)
     with pytest.raises(KeyError):
         next(read)

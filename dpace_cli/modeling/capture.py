@@ -123,9 +123,14 @@ class States:
         split = states.shape[-1] - self.target.config.hidden_size
         return states[..., :split], states[..., split:]
 
-    def ahead(self, requests: Iterable[Sequence[int]]) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """`batch` of each request; kept states are read and sent to the device one request ahead, in a thread."""
-        if self._kept is None:
+    def ahead(self, requests: Iterable[Sequence[int]], in_thread: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """`batch` of each request in turn.
+
+        Args:
+            in_thread: read kept states and send them to the device one request ahead. On a CPU this gains nothing:
+                the step needs the same cores, and a thread keeps memory of its own.
+        """
+        if self._kept is None or not in_thread:
             yield from map(self.batch, requests)
             return
         with ThreadPoolExecutor(1) as reader:

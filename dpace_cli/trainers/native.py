@@ -110,7 +110,8 @@ class _Training:
         first_tokens = self.tokens
         shown = console.meter("train", self.total_steps, "steps", first) if self.ranks.is_first else nullcontext()
         steps, ahead = itertools.tee(self._steps())
-        reading = closing(self.states.ahead([i for i, _ in micro] for step in ahead for micro in step.micro_batches))
+        wanted = ([i for i, _ in micro] for step in ahead for micro in step.micro_batches)
+        reading = closing(self.states.ahead(wanted, in_thread=self.target.device.type != "cpu"))
         with console.deferred_stop() as stopped, shown as progress, self._trackers() as trackers, reading as states:
             for step in steps:
                 finished = self._one_step(step, states, stopped())
