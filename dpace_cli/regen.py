@@ -84,22 +84,22 @@ def run(config: Config, folder: RunFolder, data: Path | None = None, output: Pat
         raise UsageError(f"{files.rows} is the input, and would be replaced by the answers", "choose another output")
     settings = _settings(config)
     plan = {"limit": prompts.limit, "input_sha256": prompts.sha256, "batch_size": config.regen.batch_size}
-    with only_one(files.rows.with_name("lock")):
-        files.check(prompts, settings, config.regen.overwrite)
-        if result := files.finished(prompts, plan):
-            return RegenResult(**{**result, "output": files.rows, "resumed": result["done"]})
-        engine = make_engine(config)
-        try:
-            head = {
-                "settings": settings,
-                "config": {"regen": config.regen, "target": config.target},
-                "input": {"path": prompts.path, "sha256": prompts.sha256, "rows": len(prompts.ids)},
-                "versions": {name: version(name) for name in ("dpace-cli", "torch", "transformers", "openai")},
-            }
+    files.check(prompts, settings, config.regen.overwrite)
+    if result := files.finished(prompts, plan):
+        return RegenResult(**{**result, "output": files.rows, "resumed": result["done"]})
+    engine = make_engine(config)
+    try:
+        head = {
+            "settings": settings,
+            "config": {"regen": config.regen, "target": config.target},
+            "input": {"path": prompts.path, "sha256": prompts.sha256, "rows": len(prompts.ids)},
+            "versions": {name: version(name) for name in ("dpace-cli", "torch", "transformers", "openai")},
+        }
+        with only_one(files.rows.with_name("lock")):
             files.prepare(prompts, plan, head)
             return _Regeneration(config, prompts, files, engine).run()
-        finally:
-            engine.close()
+    finally:
+        engine.close()
 
 
 @dataclass(frozen=True)
