@@ -129,12 +129,12 @@ class _Training:
     def _steps(self) -> Iterator[_Step]:
         """What each optimizer step that is still to do works on; nothing here depends on how steps turn out."""
         train, rank, world = self.train, self.ranks.rank, self.ranks.world
-        epoch, place = divmod(self.step, self.steps_per_epoch)
-        for step in range(self.step, self.total_steps):
-            if step == self.step or place == self.steps_per_epoch:
-                epoch, place = divmod(step, self.steps_per_epoch)
+        first = self.step
+        for step in range(first, self.total_steps):
+            epoch, place = divmod(step, self.steps_per_epoch)
+            if step == first or place == 0:
                 batches = epoch_batches(self.lengths, self.step_rows, train.seed, epoch)
-            indices, place = batches[place], place + 1
+            indices = batches[place]
             drawn = [draw_anchors(self.job.rows[i], i, train.num_anchors, train.seed, epoch) for i in indices]
             own = list(zip(indices, drawn))[rank::world]
             # A process without rows still runs one empty micro-batch: it needs the names and shapes of the sums.
