@@ -308,7 +308,8 @@ def ratio(values: dict[str, int], above: str, below: str) -> float | None:
     return values[above] / values[below] if values else None
 
 
-def arguments(description: str) -> argparse.ArgumentParser:
+def arguments(description: str) -> argparse.Namespace:
+    """The command line of a benchmark, with its threads set."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--shape", choices=[*SHAPES, "all"], default="all")
     parser.add_argument("--rounds", type=int, default=15)
@@ -321,7 +322,10 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="three rounds, the demo's and SmolLM2's shapes alone")
     parser.add_argument("--no-memory", action="store_true", help="leave the memory out: a process for each arm less")
     parser.add_argument("--peak", help=argparse.SUPPRESS)  # one arm's memory, in a process of its own
-    return parser
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    options.rounds = 3 if options.quick else options.rounds
+    return options
 
 
 def shapes(options: argparse.Namespace) -> list[str]:

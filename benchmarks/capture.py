@@ -154,9 +154,7 @@ def measure(name: str, options: object) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = arguments(__doc__).parse_args()
-    torch.set_num_threads(options.threads)
-    options.rounds = 3 if options.quick else options.rounds
+    options = arguments(__doc__)
     if options.peak:
         print(json.dumps({"peak_bytes": peak_bytes(Case(options.shape, options).arms[options.peak])}))
         return

@@ -93,9 +93,7 @@ def measure(name: str, objective: str, options: object) -> dict[str, object]:
 
 
 def main() -> None:
-    options = arguments(__doc__).parse_args()
-    torch.set_num_threads(options.threads)
-    options.rounds = 3 if options.quick else options.rounds
+    options = arguments(__doc__)
     if options.peak:
         objective, arm = options.peak.split("/")
         case = Case(options.shape, objective, options)

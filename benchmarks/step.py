@@ -106,9 +106,7 @@ def compare(batch: Batch, options: object) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    options = arguments(__doc__).parse_args()
-    torch.set_num_threads(options.threads)
-    options.rounds = 3 if options.quick else options.rounds
+    options = arguments(__doc__)
     if options.peak:
         batch = Batch(SHAPES[options.shape], getattr(torch, options.dtype))
         objective = OBJECTIVES["dpace"]
