@@ -162,6 +162,7 @@ class Ours:
             num_sequences=batch.shape.batch,
             block_size=batch.shape.block_size,
             chunk_tokens=self.train.head_chunk_tokens,
+            buffers=self.loss.buffers,
         )
 
     def gradients(self) -> float:

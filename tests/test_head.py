@@ -369,6 +369,17 @@ def test_the_gradient_scales_with_what_comes_from_above(objective: Any) -> None:
 
 
 @each_objective
+def test_kept_buffers_change_nothing_from_one_micro_batch_to_the_next(objective: Any) -> None:
+    kept: dict[str, Tensor] = {}
+    for blocks in (3, 9, 2, 9):  # of unlike sizes, so that buffers grow and are filled in part
+        case = Case(blocks, blocks=blocks)
+        fresh, again = case.run(objective, chunk_tokens=20), case.run(objective, chunk_tokens=20, buffers=kept)
+        assert torch.equal(fresh.loss_sum, again.loss_sum)
+        assert torch.equal(case.gradient(fresh), case.gradient(again))
+    assert kept and all(len(buffer) <= 20 for buffer in kept.values())
+
+
+@each_objective
 def test_supervised_rows_alone_give_the_same(objective: Any) -> None:
     case = Case(14)
     whole = case.run(objective)

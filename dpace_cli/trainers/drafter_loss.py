@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from dpace_cli.attention import BlockLayout
 from dpace_cli.config import Objective, TrainConfig
 from dpace_cli.data.batches import Blocks
-from dpace_cli.head import HeadOutput, objective_head
+from dpace_cli.head import Buffers, HeadOutput, objective_head
 from dpace_cli.modeling.drafter import embedding_scale
 from dpace_cli.modeling.drafter_forward import packed_hidden
 from dpace_cli.modeling.target import Target
@@ -28,6 +28,7 @@ class DrafterLoss:
         half = train.compute_dtype == "bfloat16" or (train.compute_dtype == "auto" and device == "cuda")
         self.autocast = (lambda: torch.autocast(device, torch.bfloat16)) if half else nullcontext
         self.scale = embedding_scale(target.model)
+        self.buffers: Buffers | None = {} if device == "cpu" else None  # a GPU's allocator keeps memory by itself
 
     def __call__(self, blocks: Blocks, states: Tensor, last: Tensor | None) -> HeadOutput:
         """Numerator, divisor and metrics of a micro-batch; no division has been done.
@@ -59,6 +60,7 @@ class DrafterLoss:
                 chunk_tokens=self.train.head_chunk_tokens,
                 target_hidden=self._predicting(layout, last, targets.shape[1], rows) if last is not None else None,
                 softcap=getattr(self.target.config, "final_logit_softcapping", None),
+                buffers=self.buffers,
             )
 
     def _predicting(self, layout: BlockLayout, last: Tensor, positions: int, rows: Tensor) -> Tensor:
