@@ -62,7 +62,7 @@ class Case:
         self.mask = (torch.arange(self.ids.shape[1])[None] < torch.tensor(lengths)[:, None]).long()
         self.tokens = sum(lengths)
         self.arms: dict[str, Callable[[], Tensor]] = {
-            "dpace": lambda: tapped_states(self.target, self.ids, self.mask, self.layer_ids),
+            "dpace": lambda: tapped_states(self.target, self.ids, self.layer_ids),
             "all_layers": lambda: self.whole(model.model),
             "with_logits": lambda: self.whole(model),
         }

@@ -3,10 +3,12 @@
     python benchmarks/simulate.py --run runs/demo --prompts 32 --max-new-tokens 160 --threads 1
 
 The target's greedy answers are made once. Then each round, in an order drawn anew, decodes every prompt with each
-drafter (`dflash_generate`), and simulates each drafter on the known answers as `dpace bench --engine simulate` does,
-and as a trainer's validation does, with a block at every token. Prints one JSON document: `equal_steps` counts the
-answers whose every verify step is the same, both ways, of `equal_answers` that are the same to begin with (a batch may
-decide a near-tie otherwise). Where other processes keep the cores busy, take `--clock cpu` and one thread.
+drafter (`dflash_generate`) and with the target alone, as `dpace bench --engine local` does, and simulates all
+drafters on the known answers, as `dpace bench --engine simulate` does (the target's states are made once for all of
+them), and as a trainer's validation does, with a block at every token.
+Prints one JSON document: `equal_steps` counts the answers whose every verify step is the same, both ways, of
+`equal_answers` that are the same to begin with (a batch may decide a near-tie otherwise). Where other processes keep
+the cores busy, take `--clock cpu` and one thread.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from _common import CLOCKS, interleaved, machine, median_ratio
 from dpace_cli.config import Config
 from dpace_cli.data.tokens import generation_prompt
 from dpace_cli.demo.prompts import samples
+from dpace_cli.engines.measure_simulate import SharedStates
 from dpace_cli.modeling.checkpoint import load_drafter
+from dpace_cli.modeling.cpu import GROUPED
 from dpace_cli.modeling.decode import decode, greedy_batch
 from dpace_cli.modeling.drafter import build_drafter, drafter_config
 from dpace_cli.modeling.simulate import SimulatedAcceptance, simulate
@@ -37,14 +41,15 @@ def main() -> None:
     options = arguments()
     torch.set_num_threads(options.threads)
     config = Config.model_validate({"target": {"path": options.target, "dtype": "float32", "device": "cpu"}})
-    target = load_target(config.target)
+    target, simulated_target = load_target(config.target), load_target(config.target)
+    simulated_target.model.set_attn_implementation(GROUPED)
     prompts = [
         generation_prompt(target.tokenizer, [{"role": "user", "content": sample.prompt}], {})
         for sample in samples(None, options.prompts, 0, "heldout")
     ]
 
     def answer() -> list[list[int]]:
-        return greedy_batch(target.model, prompts, options.max_new_tokens, target.stop_token_ids)
+        return greedy_batch(simulated_target.model, prompts, options.max_new_tokens, target.stop_token_ids)
 
     answers = answer()
     rows = [([*p, *a], [0] * len(p) + [1] * len(a)) for p, a in zip(prompts, answers)]
@@ -62,20 +67,33 @@ def main() -> None:
                 for p in prompts
             ]  # fmt: skip
 
+    def baseline() -> None:
+        for prompt in prompts:
+            decode(next(iter(drafters.values())), target.model, prompt, max_new_tokens=options.max_new_tokens,
+                   stop_token_ids=target.stop_token_ids, block_size=1)  # fmt: skip
+
     def known(every_anchor: bool) -> Callable[[], None]:
         def run() -> None:
+            states = SharedStates(simulated_target, [input_ids for input_ids, _ in rows])
             for name, drafter in drafters.items():
                 simulated[name, every_anchor] = simulate(
-                    drafter, target, rows, block_size=drafter.block_size, limits=limits, every_anchor=every_anchor
+                    drafter,
+                    simulated_target,
+                    rows,
+                    block_size=drafter.block_size,
+                    limits=limits,
+                    every_anchor=every_anchor,
+                    states=states.of(drafter.target_layer_ids),
                 )
 
         return run
 
     seconds = interleaved(
-        {"decode": real, "answers": answer, "simulate": known(False), "validation": known(True)},
+        {"decode": real, "baseline": baseline, "answers": answer, "simulate": known(False), "validation": known(True)},
         options.rounds, options.clock,
     )  # fmt: skip
-    seconds["answers and simulate"] = [a + b for a, b in zip(seconds["answers"], seconds["simulate"])]
+    for first, second in (("answers", "simulate"), ("baseline", "decode")):
+        seconds[f"{first} and {second}"] = [a + b for a, b in zip(seconds[first], seconds[second])]
     print(json.dumps({
         "machine": machine(options), "prompts": len(prompts), "answer_tokens": sum(map(len, answers)),
         "drafters": [
@@ -85,6 +103,7 @@ def main() -> None:
         "times_as_fast": {
             "answers known": median_ratio(seconds, "decode", "simulate"),
             "answers made first": median_ratio(seconds, "decode", "answers and simulate"),
+            "a whole bench": median_ratio(seconds, "baseline and decode", "answers and simulate"),
             "answers known, a block at every token": median_ratio(seconds, "decode", "validation"),
         },
         "seconds": seconds,

@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from dpace_cli.config import Config
-from dpace_cli.engines import cpu
 from dpace_cli.engines.base import Completion, Request, split_reasoning, split_tool_calls
 from dpace_cli.engines.local import LocalEngine, draw, penalised
+from dpace_cli.modeling import cpu
 
 
 def engine(target: Path, **regen: object) -> LocalEngine:

@@ -36,7 +36,7 @@ def test_layer_id_k_is_the_output_of_layer_k(target):
     ids = torch.tensor([ROWS[2]])
     hidden = target.model(ids, output_hidden_states=True).hidden_states
     expected = torch.cat([hidden[1], hidden[3]], dim=-1)  # hidden_states[0] is the embedding
-    assert torch.equal(tapped_states(target, ids, None, [0, 2]), expected)
+    assert torch.equal(tapped_states(target, ids, [0, 2]), expected)
 
 
 def test_the_target_runs_no_further_than_the_highest_tap(target):
@@ -44,7 +44,7 @@ def test_the_target_runs_no_further_than_the_highest_tap(target):
     handles = [
         layer.register_forward_hook(lambda *_, i=i: ran.append(i)) for i, layer in enumerate(target.model.model.layers)
     ]
-    tapped_states(target, torch.tensor([ROWS[0]]), None, [0, 1])
+    tapped_states(target, torch.tensor([ROWS[0]]), [0, 1])
     for handle in handles:
         handle.remove()
     assert 2 not in ran and 3 not in ran
@@ -52,9 +52,21 @@ def test_the_target_runs_no_further_than_the_highest_tap(target):
 
 def test_the_last_state_is_what_the_head_reads(target):
     ids = torch.tensor([ROWS[2]])
-    taps, last = tapped_and_last_states(target, ids, None, [0, 2])
+    taps, last = tapped_and_last_states(target, ids, [0, 2])
     assert torch.allclose(last @ target.head.T, target.model(ids).logits, atol=1e-6)
-    assert torch.equal(taps, tapped_states(target, ids, None, [0, 2]))
+    assert torch.equal(taps, tapped_states(target, ids, [0, 2]))
+
+
+def test_what_a_row_is_padded_with_does_not_reach_it(target):
+    ids = torch.full((len(ROWS), max(map(len, ROWS))), 11)
+    for place, row in enumerate(ROWS):
+        ids[place, : len(row)] = torch.tensor(row)
+    taps, last = tapped_and_last_states(target, ids, [0, 2])
+    for place, row in enumerate(ROWS):
+        alone = target.model(torch.tensor([row]), output_hidden_states=True).hidden_states
+        own = slice(0, len(row))
+        torch.testing.assert_close(taps[place, own], torch.cat([alone[1], alone[3]], -1)[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(last[place, own], alone[-1][0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -108,7 +120,7 @@ def test_tied_and_untied_heads_are_the_targets_own(tmp_path):
         folder = make_tiny_target(tmp_path / str(tied), tie_word_embeddings=tied)
         loaded = load_target(TargetConfig(path=str(folder)))
         ids = torch.tensor([ROWS[0]])
-        _, last = tapped_and_last_states(loaded, ids, None, [0])
+        _, last = tapped_and_last_states(loaded, ids, [0])
         plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         assert torch.allclose(last @ loaded.head.T, plain(ids).logits, atol=1e-5)
         assert torch.equal(loaded.head, loaded.embedding) == tied

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from dpace_cli.config import Config, RegenConfig
 from dpace_cli.data.tokens import generation_prompt
-from dpace_cli.engines import cpu
 from dpace_cli.engines.base import Completion, Request, split_reasoning, split_tool_calls
 from dpace_cli.errors import DpaceError, RunError
+from dpace_cli.modeling import cpu
 from dpace_cli.modeling.target import Target, load_target, tokenizer_fingerprint
 
 COMPACT_BELOW = 0.9

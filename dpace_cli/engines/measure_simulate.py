@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from dpace_cli.data.jsonl import RowLog, read_rows
 from dpace_cli.engines.measure_base import Done, Pending, conversation, utc_now
 from dpace_cli.engines.measure_local import LocalBench
 from dpace_cli.errors import UsageError
+from dpace_cli.modeling.cpu import GROUPED
 from dpace_cli.modeling.decode import greedy_batch
 from dpace_cli.modeling.simulate import padded_states, simulate
-from dpace_cli.modeling.target import Target
+from dpace_cli.modeling.target import Target, load_target
 from dpace_cli.records import CheckpointRef
 from dpace_cli.results import Decoded, PromptResult
 
@@ -44,6 +46,13 @@ class SimulateBench(LocalBench):
                 "use engine local for other temperatures",
             )
 
+    @cached_property
+    def target(self) -> Target:
+        target = load_target(self.config.target)
+        if target.device.type == "cpu":
+            target.model.set_attn_implementation(GROUPED)  # for the answers, a token at a time
+        return target
+
     def measure(self, prompts: PromptSet, temperature: float) -> Done:
         """Records of all checkpoints on one data set."""
         jobs = [self.pending(ref, prompts, temperature) for ref in self.refs]
@@ -55,7 +64,7 @@ class SimulateBench(LocalBench):
                 for index, prompt in enumerate(prompts.prompts)
                 for number, turn in enumerate(answers[prompt.id])
             ]
-            states = _SharedStates(self.target, [turn.ids for turn in turns]) if len(todo) > 1 else None
+            states = SharedStates(self.target, [turn.ids for turn in turns]) if len(todo) > 1 else None
             for ref, job in todo:
                 self._simulate(ref, job, turns, states)
         return [(job.path, job.done) for job in jobs]
@@ -63,7 +72,7 @@ class SimulateBench(LocalBench):
     def file_name(self, prompts: PromptSet, temperature: float) -> str:
         return f"{prompts.name}-t{temperature:g}-simulated"
 
-    def _simulate(self, ref: CheckpointRef, job: Pending, turns: Sequence[_Turn], states: _SharedStates | None) -> None:
+    def _simulate(self, ref: CheckpointRef, job: Pending, turns: Sequence[_Turn], states: SharedStates | None) -> None:
         drafter, started, begin = self.drafter(ref), utc_now(), time.perf_counter()
         label = f"{job.record.dataset}, {ref.folder}, simulated"
         with console.meter(label, len(turns), "answers") as meter:
@@ -142,7 +151,7 @@ class _Turn:
         return [0] * len(self.prompt_ids) + [1] * len(self.answer_ids)
 
 
-class _SharedStates:
+class SharedStates:
     """The target's states of all answers, made once for the drafters that read the same layers."""
 
     def __init__(self, target: Target, rows: Sequence[list[int]]) -> None:

@@ -35,14 +35,14 @@ class _Enough(Exception):
 
 
 @torch.no_grad()
-def tapped_states(target: Target, input_ids: Tensor, attention_mask: Tensor | None, layer_ids: Sequence[int]) -> Tensor:
+def tapped_states(target: Target, input_ids: Tensor, layer_ids: Sequence[int]) -> Tensor:
     """Outputs of the tapped decoder layers, side by side as DFlash reads them.
 
     The target runs no further than the highest tapped layer.
 
     Args:
-        input_ids: [B, L] int64, padded on the right.
-        attention_mask: [B, L], 1 at tokens; None where nothing is padded.
+        input_ids: [B, L] int64, padded on the right with any token: no token of a causal model sees what follows
+            it, so no mask is made, and attention takes its fastest path.
     Returns:
         [B, L, T * H] in the target's dtype.
     """
@@ -59,7 +59,7 @@ def tapped_states(target: Target, input_ids: Tensor, attention_mask: Tensor | No
 
     handles = [layers[index].register_forward_hook(keep(index)) for index in layer_ids]
     try:
-        _decoder(target.model)(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        _decoder(target.model)(input_ids=input_ids, use_cache=False)
     except _Enough:
         pass
     finally:
@@ -69,13 +69,9 @@ def tapped_states(target: Target, input_ids: Tensor, attention_mask: Tensor | No
 
 
 @torch.no_grad()
-def tapped_and_last_states(
-    target: Target, input_ids: Tensor, attention_mask: Tensor | None, layer_ids: Sequence[int]
-) -> tuple[Tensor, Tensor]:
+def tapped_and_last_states(target: Target, input_ids: Tensor, layer_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
     """`tapped_states`, and [B, L, H]: the last hidden state, after the final norm, which the head reads."""
-    output = _decoder(target.model)(
-        input_ids=input_ids, attention_mask=attention_mask, use_cache=False, output_hidden_states=True
-    )
+    output = _decoder(target.model)(input_ids=input_ids, use_cache=False, output_hidden_states=True)
     return torch.cat([output.hidden_states[i + 1] for i in layer_ids], dim=-1), output.last_hidden_state
 
 
@@ -229,10 +225,6 @@ class States:
     def _capture(self, indices: Sequence[int]) -> Tensor:
         ids = [torch.tensor(self.rows[i]) for i in indices]
         padded = pad_sequence(ids, batch_first=True).to(self.target.device)
-        lengths = torch.tensor([len(row) for row in ids], device=padded.device)
-        mask = None
-        if lengths.min() < lengths.max():
-            mask = (torch.arange(padded.shape[1], device=padded.device)[None] < lengths[:, None]).long()
         if self.last:
-            return torch.cat(tapped_and_last_states(self.target, padded, mask, self.layer_ids), dim=-1)
-        return tapped_states(self.target, padded, mask, self.layer_ids)
+            return torch.cat(tapped_and_last_states(self.target, padded, self.layer_ids), dim=-1)
+        return tapped_states(self.target, padded, self.layer_ids)

@@ -25,8 +25,8 @@ from typing import Any
 import dflash.model
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
+from dpace_cli.modeling.cpu import make_cache
 from dpace_cli.results import Decoded
 
 
@@ -132,7 +132,7 @@ def greedy_batch(
     stops = torch.tensor(list(stop_token_ids), dtype=torch.long, device=device)
     answers: list[list[int]] = [[] for _ in prompts]
     running = list(range(len(prompts)))
-    cache = DynamicCache(config=target.config)
+    cache = make_cache(target.config)
     for _ in range(max_new_tokens):
         positions = (mask.cumsum(dim=1) - 1).clamp_min(0)[:, -ids.shape[1] :]
         logits = target(

@@ -23,10 +23,10 @@ import torch
 from dflash.model import _draft_value, _output_head
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache
 
 from dpace_cli.attention import BlockLayout
 from dpace_cli.modeling.capture import tapped_states
+from dpace_cli.modeling.cpu import make_cache
 from dpace_cli.modeling.drafter_forward import packed_hidden
 from dpace_cli.modeling.target import Target
 
@@ -268,17 +268,21 @@ class _Group:
         """
         device, size = self.tokens.device, self.block_size
         places = torch.tensor([self.place[answer.row] for answer in answers], device=device)
-        cache = self._context_cache(self.states[places])
-        context, offsets = torch.arange(self.states.shape[1], device=device), torch.arange(size, device=device)
+        offsets = torch.arange(size, device=device)
+        cache, length = make_cache(self.drafter.config), 0
         going = list(answers)
         while going:
             at = torch.tensor([answer.at for answer in going], device=device)
             limits = torch.tensor([answer.limit for answer in going], device=device)
+            # The context that a block may see enters the cache when the first of them comes by it.
+            new = slice(length, max(length, int(at.max())))
+            length = new.stop
+            context = torch.arange(length, device=device)
             seen = torch.cat([context < at[:, None], offsets < (limits - at)[:, None]], dim=1)
             hidden = self.drafter(
-                target_hidden=self.states[: len(going), :0],
+                target_hidden=self.states[places, new],
                 noise_embedding=self._noise(self.tokens[places, at], size),
-                position_ids=at[:, None] + offsets,
+                position_ids=torch.cat([context[new].expand(len(going), -1), at[:, None] + offsets], dim=1),
                 attention_mask=seen[:, None, None].expand(-1, 1, size, -1),
                 past_key_values=cache,
                 use_cache=True,
@@ -292,20 +296,6 @@ class _Group:
                 cache.batch_select_indices(kept)
                 places = places[kept]
             going = [going[i] for i in left]
-
-    def _context_cache(self, states: Tensor) -> DynamicCache:
-        """DFlash's cache with the whole context of some rows; a block sees of it what its mask lets it see."""
-        rows, length = states.shape[:2]
-        cache = DynamicCache(config=self.drafter.config)
-        self.drafter(
-            target_hidden=states,
-            noise_embedding=states.new_zeros(rows, 1, self.target.embedding.shape[1]),
-            position_ids=torch.arange(length + 1, device=states.device)[None],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        cache.crop(-1)
-        return cache
 
     def _accept(self, blocks: Sequence[tuple[_Answer, int]], drafts: Tensor) -> None:
         """Compare drafts [M, k] with the answers, and note how far each is accepted."""
@@ -364,9 +354,7 @@ class _Group:
 def padded_states(target: Target, rows: Sequence[Sequence[int] | Tensor], layer_ids: Sequence[int]) -> Tensor:
     """Tapped states [B, L, T * H] of rows of any lengths, padded on the right."""
     tokens = pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True).to(target.device)
-    lengths = torch.tensor([len(row) for row in rows], device=tokens.device)
-    mask = (torch.arange(tokens.shape[1], device=tokens.device)[None] < lengths[:, None]).long()
-    return tapped_states(target, tokens, None if bool(mask.all()) else mask, layer_ids)
+    return tapped_states(target, tokens, layer_ids)
 
 
 def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
