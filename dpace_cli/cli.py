@@ -19,7 +19,6 @@ from dpace_cli import __version__, console
 from dpace_cli.errors import DpaceError, Interrupted, UsageError
 
 if TYPE_CHECKING:
-    from dpace_cli.config import Config
     from dpace_cli.records import RunFolder
 
 
@@ -111,46 +110,12 @@ def emit(result: Any, as_json: bool) -> None:
 PARTIAL = 3  # exit code of a prep that read every whole row of an input that breaks off
 
 
-def open_run(
-    config: Path | None, preset: str | None, run: Path | None, flags: dict[str, Any], arguments: list[str] | None
-) -> tuple[Config, RunFolder]:
-    """The config and the run folder of a command.
-
-    A named config file or preset has its own run folder, `runs/NAME`. With neither, the command works on
-    `--run`, on `DPACE_RUN`, or on the newest run, and says which; where there is none, it begins one.
-    """
-    from dpace_cli.records import RunFolder, newest_run
-    from dpace_cli.settings import changes, load_config, save_config
-
-    root = Path("runs")
-    named = config is not None or preset is not None
-    if run is None and os.environ.get("DPACE_RUN"):
-        run = Path(os.environ["DPACE_RUN"])
-    folder = RunFolder(run) if run is not None else None
-    if folder is None and not named:
-        folder = newest_run(root)
-        if folder is not None:
-            console.note(f"run: {folder} (the newest; --run or DPACE_RUN names another)")
-    if not named and folder is not None and folder.config_file.exists():
-        config = folder.config_file
-    loaded, _ = load_config(preset=preset, file=config, flags=flags, overrides=arguments or [])
-    if folder is None:
-        folder = RunFolder(root / loaded.name)
-        if not named:
-            console.note(f"run: {folder} (a new one)")
-    if "RANK" not in os.environ and (named or not folder.config_file.exists()):
-        if changed := changes(folder.config_file, loaded):
-            console.note(f"{folder.config_file} changes: {'; '.join(changed)}")
-        save_config(loaded, folder.config_file)
-    return loaded, folder
-
-
 # --- prep ------------------------------------------------------------------------------------------------
 
 
 def _prep(source: str, inputs: list[str] | None, options: dict[str, Any]) -> Any:
     from dpace_cli import prep
-    from dpace_cli.settings import is_override
+    from dpace_cli.settings import is_override, open_run
 
     paths = [item for item in inputs or [] if not is_override(item)]
     flags = {"prep.source": source, "prep.inputs": paths or None, "prep.output": _text(options["output"]),
@@ -196,13 +161,15 @@ for _source, _help in (
 
 @command(prep_app, "stats")
 def prep_stats(
-    file: Path, config: ConfigFile = None, run: Run = None, target: Target = None, output: Output = None,
+    file: Path, config: ConfigFile = None, run: Run = None, target: Target = None,
+    output: Annotated[Path | None, typer.Option("--output", help="also draw it: a PNG, PDF or SVG file")] = None,
     json_output: Json = False,
 ) -> Any:  # fmt: skip
     """Turns, lengths, scripts, roles and supervised share of a file of rows: a table and a plot."""
     from dpace_cli import prep
+    from dpace_cli.settings import look_at_run
 
-    loaded, _ = open_run(config, None, run, {"target.path": target}, [])
+    loaded, _ = look_at_run(config, None, run, {"target.path": target}, [])
     return prep.stats(file, loaded.target, output)
 
 
@@ -213,8 +180,9 @@ def prep_preview(
 ) -> Any:  # fmt: skip
     """Show a row as the target sees it, the supervised tokens coloured."""
     from dpace_cli import prep
+    from dpace_cli.settings import look_at_run
 
-    loaded, _ = open_run(config, None, run, {"target.path": target}, [])
+    loaded, _ = look_at_run(config, None, run, {"target.path": target}, [])
     return prep.preview(file, loaded.target, row)
 
 
@@ -238,6 +206,7 @@ def regen(
 ) -> Any:  # fmt: skip
     """Let the target answer every prompt itself; a stopped run goes on by row id."""
     from dpace_cli import regen as stage
+    from dpace_cli.settings import open_run
 
     flags = {"target.path": target, "regen.engine": engine, "regen.base_urls": base_url or None,
              "regen.temperature": temperature, "regen.max_new_tokens": max_new_tokens, "regen.limit": limit,
@@ -266,6 +235,7 @@ def train(
 ) -> Any:  # fmt: skip
     """Train a drafter; a stopped training goes on where it was."""
     from dpace_cli import train as stage
+    from dpace_cli.settings import open_run
 
     if replay is not None:
         return stage.replay(replay)
@@ -301,6 +271,7 @@ def bench(
 ) -> Any:  # fmt: skip
     """Measure SR and tau of one or several checkpoints."""
     from dpace_cli import bench as stage
+    from dpace_cli.settings import open_run
 
     flags = {"target.path": target, "bench.datasets": dataset or None, "bench.data_dir": _text(data_dir),
              "bench.engine": engine, "bench.temperatures": temperature or None, "bench.num_prompts": num_prompts,
@@ -324,7 +295,7 @@ def report(
     """Tables, plots and a model card of result files or run folders."""
     from dpace_cli import report as stage
     from dpace_cli.records import RunFolder
-    from dpace_cli.settings import is_override
+    from dpace_cli.settings import is_override, open_run
 
     flags = {"report.reference": reference, "report.paper": paper or None}
     paths = [Path(item) for item in inputs or [] if not is_override(item)]
@@ -356,6 +327,7 @@ def weights(
     confidence and the share of blocks accepted so far, as a histogram here and as a PNG.
     """
     from dpace_cli import weights as stage
+    from dpace_cli.settings import open_run
 
     if saved is not None:
         return stage.redraw(saved, output or saved.parent)
@@ -376,6 +348,7 @@ def run_all(
 ) -> Any:  # fmt: skip
     """All stages for all arms: prep, regen, train, bench, weights, report; skips what is done."""
     from dpace_cli import run as stage
+    from dpace_cli.settings import open_run
 
     if config is None and preset is None and run is None:
         raise UsageError("`dpace run` needs --preset NAME, --config FILE or --run FOLDER", "try --preset demo")
@@ -393,17 +366,13 @@ def doctor(
 ) -> Any:  # fmt: skip
     """What is wrong with this setup, before it costs a day; exit code 1 on an error."""
     from dpace_cli import doctor as stage
-    from dpace_cli.records import RunFolder
-    from dpace_cli.settings import load_config
+    from dpace_cli.records import matching
+    from dpace_cli.settings import look_at_run
 
-    if config is None and preset is None and run is None:
-        loaded, folder = (
-            load_config(flags={"target.path": target}, overrides=overrides or [])[0],
-            RunFolder(Path("runs")),
-        )
-    else:
-        loaded, folder = open_run(config, preset, run, {"target.path": target}, overrides)
-    result = stage.run(loaded, folder, [Path(item) for item in checkpoint or []], estimate=estimate)
+    loaded, folder = look_at_run(config, preset, run, {"target.path": target}, overrides)
+    # A pattern that matches nothing is looked at as it stands, so that the doctor says what is missing.
+    checkpoints = [path for pattern in checkpoint or [] for path in matching(pattern) or [Path(pattern)]]
+    result = stage.run(loaded, folder, checkpoints, estimate=estimate)
     emit(result, json_output)
     raise typer.Exit(1 if result.errors else 0)
 
@@ -434,11 +403,9 @@ def config_show(
     json_output: Json = False,
 ) -> Any:  # fmt: skip
     """The resolved config, and where each value came from."""
-    from dpace_cli.records import RunFolder
-    from dpace_cli.settings import described, load_config
+    from dpace_cli.settings import described, load_config, named_run
 
-    if config is None and preset is None and run is not None:
-        config = RunFolder(run).config_file
+    config, _ = named_run(config, preset, run)
     loaded, origins = load_config(preset=preset, file=config, overrides=overrides or [])
     if json_output:
         return {"config": loaded, "origins": origins}

@@ -247,12 +247,17 @@ def find_checkpoints(
         return found
     refs: list[CheckpointRef] = []
     for pattern in patterns:
-        matches = glob.glob(str(Path(pattern).expanduser()))  # noqa: PTH207 - Path.glob takes no absolute pattern
-        paths = [path for path in matches if Path(path, "config.json").exists()]
+        paths = [path for path in matching(pattern) if (path / "config.json").exists()]
         if not paths:
             raise UsageError(f"--checkpoint {pattern}: no folder with a config.json there")
-        refs += sorted((checkpoint_ref(Path(path)) for path in paths), key=lambda ref: (ref.folder, ref.step or 0))
+        refs += sorted(map(checkpoint_ref, paths), key=lambda ref: (ref.folder, ref.step or 0))
     return refs
+
+
+def matching(pattern: str) -> list[Path]:
+    """The paths that a pattern such as `runs/x/train/*/step-*` stands for, sorted."""
+    found = glob.glob(str(Path(pattern).expanduser()))  # noqa: PTH207 - Path.glob takes no absolute pattern
+    return sorted(map(Path, found))
 
 
 _STEP = re.compile(r"step-(\d+)")

@@ -1,6 +1,6 @@
 """Read a Config: preset, then file, environment, flags and dotted overrides, the later the stronger.
 
-Every value remembers where it came from, for `dpace config show` and for error messages.
+Also which run folder a command works on. Every value remembers where it came from, for `dpace config show` and for error messages.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from typing import Any, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from dpace_cli import console
 from dpace_cli.config import OBJECTIVES, Config, objective_from_name
 from dpace_cli.errors import UsageError
-from dpace_cli.records import writing
+from dpace_cli.records import RunFolder, newest_run, writing
 
 ENV_PREFIX = "DPACE_"
+RUNS = Path("runs")
 _SHOWN_CHANGES = 8
 _OVERRIDE = re.compile(r"^([A-Za-z_]\w*(?:\.[\w-]+)*)=(.*)$", re.DOTALL)
 
@@ -74,6 +76,49 @@ def load_config(
             raise UsageError(f"override {text!r} is not of the form section.key=value")
         _set(values, match[1], _parse(match[2]), "command line", origins)
     return _validated(values, origins), origins
+
+
+def named_run(config: Path | None, preset: str | None, run: Path | None) -> tuple[Path | None, RunFolder | None]:
+    """The config file that a command reads, and the run that it works on, where there is one already.
+
+    A named config file or preset has its own run folder, `runs/NAME`. With neither, the command works on
+    `--run`, on `DPACE_RUN`, or on the newest run, and says which.
+    """
+    named = config is not None or preset is not None
+    if run is None and os.environ.get("DPACE_RUN"):
+        run = Path(os.environ["DPACE_RUN"])
+    folder = RunFolder(run) if run is not None else None
+    if folder is None and not named:
+        folder = newest_run(RUNS)
+        if folder is not None:
+            console.note(f"run: {folder} (the newest; --run or DPACE_RUN names another)")
+    if not named and folder is not None and folder.config_file.exists():
+        config = folder.config_file
+    return config, folder
+
+
+def look_at_run(
+    config: Path | None, preset: str | None, run: Path | None, flags: Mapping[str, Any], arguments: Sequence[str] | None
+) -> tuple[Config, RunFolder]:
+    """The config and the run folder of a command that leaves the run as it is."""
+    config, folder = named_run(config, preset, run)
+    loaded, _ = load_config(preset=preset, file=config, flags=flags, overrides=arguments or [])
+    return loaded, folder or RunFolder(RUNS / loaded.name)
+
+
+def open_run(
+    config: Path | None, preset: str | None, run: Path | None, flags: Mapping[str, Any], arguments: Sequence[str] | None
+) -> tuple[Config, RunFolder]:
+    """The config and the run folder of a stage; where there is none yet, it begins one, and keeps the config there."""
+    named = config is not None or preset is not None
+    loaded, folder = look_at_run(config, preset, run, flags, arguments)
+    if not named and not folder.config_file.exists():
+        console.note(f"run: {folder} (a new one)")
+    if "RANK" not in os.environ and (named or not folder.config_file.exists()):
+        if changed := changes(folder.config_file, loaded):
+            console.note(f"{folder.config_file} changes: {'; '.join(changed)}")
+        save_config(loaded, folder.config_file)
+    return loaded, folder
 
 
 def is_override(text: str) -> bool:
@@ -276,9 +321,12 @@ def _unknown_key(parts: list[str], values: dict[str, Any], hint: str) -> UsageEr
                 f"objective {objective} takes no {parts[2]} ({dotted})",
                 f"{parts[2]} belongs to {', '.join(takers)}; `dpace objectives` lists the fields",
             )
-    section: Any = Config
-    for part in parts[:-1]:
-        section = _section_of(section, part)
+        kinds = {kind.model_fields["name"].default: kind for kind in OBJECTIVES}
+        section: Any = kinds.get(objective)
+    else:
+        section = Config
+        for part in parts[:-1]:
+            section = _section_of(section, part)
     known = list(section.model_fields) if section is not None else []
     near = difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.5)
     prefix = ".".join(parts[:-1])

@@ -84,9 +84,7 @@ def run(config: Config, folder: RunFolder, arm: str | None = None, restart: bool
     data = Path(config.train.data) if config.train.data else folder.answers
     if not data.exists():
         raise UsageError(f"there is no training data at {data}", "`dpace regen` makes it, or pass --data FILE")
-    is_worker = "RANK" in os.environ
-    restart = restart and not is_worker
-    if config.train.nproc > 1 and config.train.engine == "native" and not is_worker:
+    if config.train.nproc > 1 and config.train.engine == "native" and "RANK" not in os.environ:
         return _launch(config, folder, output, data, restart)
     return _train(config, folder, output, data, restart)
 
@@ -132,7 +130,9 @@ def _train(config: Config, folder: RunFolder, output: Path, data: Path, restart:
     ranks = Ranks()
     with only_one(output / LOCK) if ranks.is_first else nullcontext() as lock, ranks:
         if restart:
-            _forget(output)
+            if ranks.is_first:
+                _forget(output)
+            ranks.barrier()
         if ranks.is_first:
             tokens = sum(len(row.input_ids) for row in rows)
             console.note(f"training rows: {len(rows):,} ({tokens:,} tokens), held out: {len(held_out)}"

@@ -338,6 +338,10 @@ def test_wrong_inputs_are_errors_before_anything_is_decoded(config, trained, tmp
     (foreign / "config.json").write_text(json.dumps(edited))
     with pytest.raises(UsageError, match="has mask token 99999"):
         bench.run(config, [CheckpointRef(foreign, "foreign")], tmp_path)
+    edited["dflash_config"].update(mask_token_id=3, block_size=1)
+    (foreign / "config.json").write_text(json.dumps({**edited, "block_size": 1}))
+    with pytest.raises(UsageError, match="has blocks of 1: it drafts nothing"):
+        bench.run(config, [CheckpointRef(foreign, "foreign")], tmp_path)
 
 
 def test_simulate_agrees_with_decoding(config, trained, undisturbed, tmp_path):

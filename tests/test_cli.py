@@ -86,6 +86,23 @@ def test_a_command_works_on_the_newest_run_and_says_which(sharegpt, monkeypatch)
     assert json.loads(done.stdout)["output"].startswith("runs/first/")
 
 
+def test_commands_that_only_look_leave_no_run_behind_and_see_the_newest(sharegpt):
+    looks = (["prep", "stats", "rows.jsonl"], ["prep", "preview", "rows.jsonl"], ["doctor"], ["config", "show"])
+    row = {"id": "a", "conversations": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    for look in looks:
+        runner.invoke(app, look)
+    assert not Path("runs").exists()
+    assert runner.invoke(app, ["prep", "sharegpt", str(sharegpt), "target.path=demo", "train.seed=41"]).exit_code == 0
+    saved = Path("runs/run/config.yaml").read_bytes()
+    for look in looks:
+        done = runner.invoke(app, [*look, "--json"])
+        assert "run: runs/run (the newest" in done.stderr, look
+        assert json.loads(done.stdout)
+    assert json.loads(done.stdout)["config"]["train"]["seed"] == 41
+    assert Path("runs/run/config.yaml").read_bytes() == saved and len(list(Path("runs").iterdir())) == 1
+
+
 def test_config_commands():
     assert runner.invoke(app, ["config", "init", "my.yaml", "--preset", "demo"]).exit_code == 0
     assert runner.invoke(app, ["config", "init", "my.yaml"]).exit_code == 2

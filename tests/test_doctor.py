@@ -69,6 +69,21 @@ def test_a_good_setup_needs_nothing(place):
     assert {*GOOD.split(", "), "server", "baseline server"} <= {check.name for check in result.checks}
 
 
+def test_the_doctor_takes_patterns_of_checkpoints_and_names_what_is_not_there(place, tmp_path):
+    shutil.copytree(place.checkpoint, place.checkpoint.parent / "step-000999")
+    config = tmp_path / "my.yaml"
+    config.write_text(json.dumps(place.values))
+
+    def launched(pattern: Path) -> dict:
+        arguments = ["doctor", "--config", str(config), "--run", str(place.run.root), "--json"]
+        return json.loads(CliRunner().invoke(app, [*arguments, "--checkpoint", str(pattern)]).stdout)
+
+    found = launched(place.checkpoint.parent / "step-*")
+    assert len(found["launch"]) == 2 and not found["errors"]
+    missing = launched(place.checkpoint.parent / "stop-*")
+    assert missing["errors"] and "stop-*" in json.dumps(missing["checks"])
+
+
 def test_a_run_that_has_not_begun_needs_nothing(place, tmp_path):
     shutil.rmtree(place.run.root)
     result = place.doctor(checkpoint=False)

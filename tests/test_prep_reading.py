@@ -41,6 +41,8 @@ LAYOUTS = {
     "lines without a last end": lambda rows: "\n".join(map(json.dumps, rows)),
     "lines with returns": lambda rows: "\r\n".join(map(json.dumps, rows)) + "\r\n",
     "values": lambda rows: "\n".join(json.dumps(row, indent=1) for row in rows),
+    "values in lines of old Macs": lambda rows: "\r".join(map(json.dumps, rows)) + "\r",
+    "values with nothing between": lambda rows: "".join(map(json.dumps, rows)),
 }
 PACKINGS = {"plain": bytes, "gzip": gzip.compress, "zstd": zstandard.compress}
 
@@ -53,7 +55,7 @@ def test_every_layout_is_read_by_content_whatever_the_file_is_called(tmp_path, m
     path = tmp_path / "data.txt"
     path.write_bytes(PACKINGS[packing](LAYOUTS[layout](ROWS).encode()))
     rows, source = rows_of(path)
-    if layout == "values" and chunk < 1 << 20:
+    if layout.startswith("values") and chunk < 1 << 20:
         return  # what a file is, is found out from its first piece: a piece of 7 bytes tells too little
     assert [row.value for row in rows] == ROWS
     assert source.cut_at is None

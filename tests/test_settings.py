@@ -61,6 +61,7 @@ def test_the_papers_settings():
         ("arms.objectives=[dflash, dpacee]", "no objective 'dpacee'", "dpace"),
         ("train.objective.alpha=1.5", "train.objective.alpha is 1.5", "command line"),
         ("train.objective={name: dflash, alpha: 0.5}", "dflash takes no alpha", "dpace"),
+        ("train.objective.alhpa=0.3", "unknown config key train.objective.alhpa", "train.objective.alpha"),
         ("train.objective={name: dflash, gamma: -1}", "gamma is -1", ""),
         ("train.batch_size=many", "train.batch_size is 'many'", "it was set on the command line"),
         ("train.zzz=1", "unknown config key train.zzz", "`dpace config show` lists every key"),

@@ -337,9 +337,11 @@ def _layout(head: bytes) -> str:
         return "lines"
     if text.startswith(b"["):
         return "array"
+    end = _row_end(text, 0)
+    if b"\n" not in text and end is not None and text[end:].strip() and _parses(text[:end]):
+        return "values"  # nothing between the rows, or the line ends of old Macs
     if first.strip() != b"{" and (not rest or _parses(first)):
         return "lines"
-    end = _row_end(text, 0)
     if end is None:
         return "values" if first.rstrip().endswith((b"{", b",", b"[")) else "lines"
     return "values" if end > len(first) and _parses(text[:end]) else "lines"

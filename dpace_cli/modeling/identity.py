@@ -42,7 +42,7 @@ def target_sha256(config: TargetConfig) -> str:
 
 
 def check_fits(drafter: Any, target: Target, path: Path) -> None:
-    """Is the drafter made for a target of this shape?
+    """Is the drafter made for a target of this shape, and does it draft?
 
     Raises:
         UsageError: it is not.
@@ -58,6 +58,11 @@ def check_fits(drafter: Any, target: Target, path: Path) -> None:
             f"the drafter in {path} reads layer {max(drafter.target_layer_ids)}, and target {target.path} has "
             f"{target.config.num_hidden_layers}",
             "a drafter works with the target that it was trained for alone",
+        )
+    if drafter.block_size < 2:
+        raise UsageError(
+            f"the drafter in {path} has blocks of {drafter.block_size}: it drafts nothing",
+            "block_size counts the anchor: 2 or more",
         )
     if drafter.mask_token_id >= len(target.embedding):
         raise UsageError(
