@@ -1,6 +1,7 @@
 """Read a Config: preset, then file, environment, flags and dotted overrides, the later the stronger.
 
-Also which run folder a command works on. Every value remembers where it came from, for `dpace config show` and for error messages.
+Also which run folder a command works on. Every value remembers where it came from, for `dpace config show` and for
+error messages.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from dpace_cli.data.batches import split_validation
 from dpace_cli.data.training import read_training_rows
 from dpace_cli.errors import RunError, UsageError
 from dpace_cli.modeling.target import load_target, load_tokenizer, tokenizer_fingerprint
-from dpace_cli.objectives import source_hash
+from dpace_cli.objectives import make_objective, source_hash
 from dpace_cli.records import RunFolder, file_sha256, only_one, read_json, write_json
 from dpace_cli.settings import save_config
 from dpace_cli.trainers.base import Job, Outcome, Ranks, end_with_parent
@@ -84,6 +84,7 @@ def run(config: Config, folder: RunFolder, arm: str | None = None, restart: bool
     data = Path(config.train.data) if config.train.data else folder.answers
     if not data.exists():
         raise UsageError(f"there is no training data at {data}", "`dpace regen` makes it, or pass --data FILE")
+    make_objective(config.train.objective)  # a function that is not there leaves no folder behind
     if config.train.nproc > 1 and config.train.engine == "native" and "RANK" not in os.environ:
         return _launch(config, folder, output, data, restart)
     return _train(config, folder, output, data, restart)

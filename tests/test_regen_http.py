@@ -238,7 +238,7 @@ def test_no_server_at_all_is_one_clear_error_and_leaves_nothing_behind(tmp_path:
     prompts = write_prompts(tmp_path / "p.jsonl", 2)
     server = ChatServer()
     server.close()
-    with pytest.raises(UsageError, match=f"no server answers.*{server.port}"):
+    with pytest.raises(RunError, match=f"no server answers.*{server.port}"):
         run(settings(server), tmp_path, prompts)
     assert not (tmp_path / "run").exists()
 

@@ -27,7 +27,7 @@ from dpace_cli import train
 from dpace_cli.config import Config, TrainConfig
 from dpace_cli.errors import RunError, UsageError
 from dpace_cli.records import RunFolder, only_one
-from dpace_cli.settings import load_config
+from dpace_cli.settings import load_config, save_config
 from dpace_cli.trainers.native import learning_rate
 
 SMALL = [
@@ -230,6 +230,29 @@ def test_a_second_training_of_an_arm_is_refused_while_the_first_is_at_work(tiny_
     while not is_free(arm(tmp_path) / "lock") and time.time() < limit:
         time.sleep(0.05)
     assert train.run(configured(tiny_target, answered_rows), RunFolder(tmp_path), restart=True).steps == 6
+
+
+def test_an_objective_that_is_not_there_leaves_no_folder(tiny_target, answered_rows, tmp_path):
+    config = configured(tiny_target, answered_rows, "train.objective=no_such_module_anywhere:loss")
+    with pytest.raises(UsageError, match="no module no_such_module_anywhere"):
+        train.run(config, RunFolder(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_restart_under_a_torchrun_of_the_user_forgets_the_earlier_training(tiny_target, answered_rows, tmp_path):
+    first = train.run(configured(tiny_target, answered_rows), RunFolder(tmp_path))
+    manifest = arm(tmp_path) / "manifest.json"
+    before = manifest.stat().st_mtime_ns
+    save_config(configured(tiny_target, answered_rows), tmp_path / "again.yaml")
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         "-m", "dpace_cli", "train", "--config", str(tmp_path / "again.yaml"), "--restart"],
+        check=True, capture_output=True, env={**os.environ, "DPACE_RUN": str(tmp_path)},
+    )  # fmt: skip
+    again = json.loads(manifest.read_text())
+    assert manifest.stat().st_mtime_ns > before and again["result"]["steps"] == first.steps
+    lines = (arm(tmp_path) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [3, 6]
 
 
 def test_the_time_of_all_starts_is_summed(tiny_target, answered_rows, tmp_path):

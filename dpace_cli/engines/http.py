@@ -87,7 +87,8 @@ class HttpEngine:
     """One or many servers of the same model.
 
     Raises:
-        UsageError: the key is not in the environment, no server answers, or the model's name is not clear.
+        UsageError: the key is not in the environment or refused, or the model's name is not clear.
+        RunError: no server answers.
     """
 
     name = "http"
@@ -320,7 +321,10 @@ class HttpEngine:
                 raise error
         if len(reasons) == len(self._servers):
             told = "; ".join(f"{url}: {reason}" for url, reason in reasons.items())
-            raise UsageError(f"no server answers; {told}", "check regen.base_urls; each ends in /v1")
+            refused = any(isinstance(error, _UselessServer) for error in found)  # a wrong key, or a wrong address
+            raise (UsageError if refused else RunError)(
+                f"no server answers; {told}", "check regen.base_urls; each ends in /v1"
+            )
         for server, error in zip(self._servers, found):
             if isinstance(error, _Retry):
                 self._lose(server, str(error))
