@@ -327,15 +327,15 @@ def weights(
     confidence and the share of blocks accepted so far, as a histogram here and as a PNG.
     """
     from dpace_cli import weights as stage
+    from dpace_cli.data.training import training_file
     from dpace_cli.settings import open_run
 
     if saved is not None:
         return stage.redraw(saved, output or saved.parent)
-    flags = {"target.path": target, "weights.alpha": alpha}
+    flags = {"target.path": target, "weights.alpha": alpha, "weights.correlation": correlation or None}
     loaded, folder = open_run(config, preset, run, flags, overrides)
     paths = [ref.path for ref in checkpoints_of(folder, checkpoint)]
-    return stage.run(loaded, paths, data=data or folder.answers, output=output or folder / "weights",
-                     correlation=correlation)  # fmt: skip
+    return stage.run(loaded, paths, data or training_file(loaded, folder), output or folder / "weights")
 
 
 # --- the whole, and its surroundings ---------------------------------------------------------------------

@@ -366,6 +366,7 @@ class WeightsConfig(Section):
     alpha: float = Field(0.5, ge=0, le=1)
     num_rows: int = Field(64, ge=1, description="rows of the data file that are used")
     num_anchors: int = Field(64, ge=1, description="blocks drawn in a row, at most")
+    correlation: bool = Field(False, description="also how well the surrogate ranks blocks by accepted length")
     seed: int = 0
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from dpace_cli import bench, console, prep, regen, report, train, weights
 from dpace_cli.config import Arm, Config
 from dpace_cli.data.benchmarks import DATA_DIR_VARIABLE
+from dpace_cli.data.training import training_file
 from dpace_cli.errors import RunError, UsageError
 from dpace_cli.records import RunFolder, file_sha256, read_json, write_json
 
@@ -91,9 +92,9 @@ def _prep(config: Config, folder: RunFolder) -> Any:
 
 def _train(arm: Arm, folder: RunFolder) -> train.TrainResult:
     result = train.run(arm.config, folder, arm=arm.folder)
-    console.note(f"{arm.folder}: {result.steps} steps, loss {result.loss:.4g}, "
-                 + (f"simulated tau {result.simulated_tau:.2f}, " if result.simulated_tau is not None else "")
-                 + console.clock(result.seconds))  # fmt: skip
+    # Losses of unlike objectives are on unlike scales, and would be compared where they stand side by side.
+    learned = f"simulated tau {result.simulated_tau:.2f}" if result.simulated_tau else f"loss {result.loss:.4g}"
+    console.note(f"{arm.folder}: {result.steps} steps, {learned}, {console.clock(result.seconds)}")
     return result
 
 
@@ -106,7 +107,7 @@ def _weights(config: Config, arms: list[Arm], folder: RunFolder) -> Any:
     """Position weights of each arm's drafter on the first seed."""
     first = [arm.folder for arm in arms if arm.seed == arms[0].seed]
     paths = [ref.path for ref in folder.checkpoints(config.bench.checkpoints, first)]
-    return weights.run(config, paths, data=folder.answers, output=folder / "weights")
+    return weights.run(config, paths, data=training_file(config, folder), output=folder / "weights")
 
 
 def _paired(arms: list[Arm], trained: dict[str, train.TrainResult]) -> dict[str, bool]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from dpace_cli import console
 from dpace_cli.config import Config, objective_label
 from dpace_cli.data.batches import split_validation
-from dpace_cli.data.training import read_training_rows
+from dpace_cli.data.training import read_training_rows, training_file
 from dpace_cli.errors import RunError, UsageError
 from dpace_cli.modeling.target import load_target, load_tokenizer, tokenizer_fingerprint
 from dpace_cli.objectives import make_objective, source_hash
@@ -81,7 +81,7 @@ def run(config: Config, folder: RunFolder, arm: str | None = None, restart: bool
         RunError: a process failed, or the loss is not finite.
     """
     output = Path(config.train.output) if config.train.output else folder.arm("train", arm or default_arm(config))
-    data = Path(config.train.data) if config.train.data else folder.answers
+    data = training_file(config, folder)
     if not data.exists():
         raise UsageError(f"there is no training data at {data}", "`dpace regen` makes it, or pass --data FILE")
     make_objective(config.train.objective)  # a function that is not there leaves no folder behind

@@ -92,9 +92,8 @@ class WeightsResult:
 
 
 def run(
-    config: Config, checkpoints: Sequence[Path], data: Path | None = None, output: Path | None = None, *,
-    correlation: bool = False,
-) -> WeightsResult:  # fmt: skip
+    config: Config, checkpoints: Sequence[Path], data: Path | None = None, output: Path | None = None
+) -> WeightsResult:
     """Work out the position weights of drafters on the same held-out blocks.
 
     Args:
@@ -103,7 +102,6 @@ def run(
         data: rows with the target's answers. Of the file that the drafter was trained on, the rows that the
             training held out are used. Default: `train.data`.
         output: folder for JSON, CSV and PNG files; None writes nothing.
-        correlation: work out the rank correlation with the accepted length as well.
     Raises:
         UsageError: a checkpoint does not belong to the target, or the data has no row to draft at.
     """
@@ -119,7 +117,7 @@ def run(
     rows, held_out = _choose_rows(config, rows, data, checkpoints[0])
     states = _SharedStates(target, rows, keep=len(checkpoints) > 1, limit_gb=config.train.cache_limit_gb)
     with console.meter("weights", len(rows) * len(checkpoints), "rows") as meter:
-        found = [_checkpoint(config, target, path, rows, states, correlation, meter) for path in checkpoints]
+        found = [_checkpoint(config, target, path, rows, states, meter) for path in checkpoints]
     files = write(found, data, len(rows), held_out, output) if output is not None else {}
     last = found[-1]
     return WeightsResult(
@@ -229,9 +227,8 @@ class _SharedStates:
 
 
 def _checkpoint(
-    config: Config, target: Target, path: Path, rows: Sequence[TrainingRow], states: _SharedStates,
-    correlation: bool, meter: console.Meter,
-) -> CheckpointWeights:  # fmt: skip
+    config: Config, target: Target, path: Path, rows: Sequence[TrainingRow], states: _SharedStates, meter: console.Meter
+) -> CheckpointWeights:
     """Draft every block with one checkpoint and summarise."""
     drafter = load_drafter(path, target.device, target.model.dtype)
     check_fits(drafter, target, path)
@@ -241,7 +238,7 @@ def _checkpoint(
     confidence, right, supervised = drafted.logq.exp().numpy(), drafted.right.numpy(), drafted.supervised.numpy()
     gamma = decay_length("auto", block_size)
     ranked = None
-    if correlation:
+    if config.weights.correlation:
         bootstrap = Bootstrap(config.report.confidence, min(config.report.bootstrap_samples, 1999), config.weights.seed)
         ranked = correlate(confidence, right, supervised, drafted.row.numpy(), bootstrap)
         if ranked is None:

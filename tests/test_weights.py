@@ -54,10 +54,15 @@ def setup(tmp_path_factory):
     return config, target, paths, root
 
 
+def ranked(config: Config) -> Config:
+    """The same, with the rank correlation."""
+    return config.model_copy(update={"weights": config.weights.model_copy(update={"correlation": True})})
+
+
 @pytest.fixture(scope="module")
 def result(setup):
     config, _, paths, root = setup
-    return weights.run(config, paths[-1:], root / "train.jsonl", correlation=True)
+    return weights.run(ranked(config), paths[-1:], root / "train.jsonl")
 
 
 def rows_of(config, target):
@@ -135,11 +140,14 @@ def test_every_figure_is_the_brute_force_one(setup):
 
 def test_correlation_is_scipys_over_whole_blocks(setup):
     config, target, _, root = setup
-    settings = {**config.model_dump(), "weights": {"alpha": ALPHA, "num_rows": 99, "num_anchors": 9999}}
+    settings = {
+        **config.model_dump(),
+        "weights": {"alpha": ALPHA, "num_rows": 99, "num_anchors": 9999, "correlation": True},
+    }
     settings["target"]["path"] = config.target.path
     # A drafter that has seen the head: the confidence has to differ, and some tokens have to be right.
     path = _lucky_checkpoint(config, target, root)
-    found = weights.run(Config.model_validate(settings), [path], root / "train.jsonl", correlation=True).correlation
+    found = weights.run(Config.model_validate(settings), [path], root / "train.jsonl").correlation
     blocks = [block for block in brute_force(config, target, path, every_anchor) if all(block[3])]
     lengths = [next((k for k, ok in enumerate(right) if not ok), BLOCK - 1) for _, _, right, *_ in blocks]
     assert len(set(lengths)) > 1
@@ -260,7 +268,7 @@ def test_several_checkpoints_are_a_trajectory_on_the_same_blocks(setup, tmp_path
 def test_a_written_result_is_read_back_without_a_model(setup, tmp_path, monkeypatch):
     config, target, paths, root = setup
     lucky = _lucky_checkpoint(config, target, root)
-    found = weights.run(config, [*paths, lucky], root / "train.jsonl", tmp_path, correlation=True)
+    found = weights.run(ranked(config), [*paths, lucky], root / "train.jsonl", tmp_path)
     monkeypatch.setattr(weights, "load_target", None)
     loaded = weights.redraw(Path(found.files["json"]), tmp_path / "again")
     assert loaded.checkpoints == found.checkpoints

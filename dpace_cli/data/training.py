@@ -7,10 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dpace_cli.config import Config
 from dpace_cli.data.batches import TrainingRow
 from dpace_cli.data.jsonl import read_rows
 from dpace_cli.data.tokens import Encoded, encode_row, encode_stored
 from dpace_cli.errors import UsageError
+from dpace_cli.records import RunFolder
+
+
+def training_file(config: Config, folder: RunFolder) -> Path:
+    """The file whose rows a training reads: `train.data`, else the answers of the run."""
+    return Path(config.train.data) if config.train.data else folder.answers
 
 
 def read_training_rows(
