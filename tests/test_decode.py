@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import dflash.model
 import numpy as np
@@ -85,8 +88,10 @@ def test_an_end_token_inside_a_block_ends_the_answer_there(target, answer):
 def test_of_several_end_tokens_the_first_that_is_said_counts(target, answer):
     first_seen = sorted({answer.index(token) for token in answer})
     early, late = first_seen[2], first_seen[-1]
-    decoded = run(oracle(target, answer), target, 40, [answer[late], answer[early]])
-    assert decoded.output_ids == answer[: early + 1] and decoded.finish_reason == "stop"
+    for stops in ([answer[late], answer[early]], [answer[early], answer[late]]):
+        for drafter in (oracle(target, answer), script(new_drafter(target), {}, target.config.vocab_size, 0)):
+            decoded = run(drafter, target, 40, stops)
+            assert decoded.output_ids == answer[: early + 1] and decoded.finish_reason == "stop"
 
 
 def test_answers_made_together_end_each_at_the_first_end_token_that_it_says(target, answer):
@@ -164,6 +169,24 @@ def test_a_request_is_drawn_from_its_own_seed(target):
     assert len({tuple(d.output_ids) for d in first}) > 1
 
 
+def test_times_are_dflashs_own(target):
+    def told(*_: Any, **__: Any) -> SimpleNamespace:
+        return SimpleNamespace(
+            output_ids=torch.tensor([[*PROMPT, 1, 2, 3, 4]]), num_input_tokens=len(PROMPT), num_output_tokens=4,
+            time_to_first_token=0.5, time_per_output_token=0.25, acceptance_lengths=[3],
+        )  # fmt: skip
+
+    decoded = run(new_drafter(target), target, 4, generate=told)
+    assert (decoded.prefill_s, decoded.decode_s, decoded.time_per_output_token) == (0.5, 1.0, 0.25)
+
+
+def test_the_clock_goes_with_the_time():
+    with device_clock(torch.device("cpu")):
+        begun, before = dflash.model._cuda_time(), time.perf_counter()
+        time.sleep(0.02)
+        assert 0.02 <= dflash.model._cuda_time() - begun <= time.perf_counter() - before + 0.001
+
+
 def test_the_clock_is_dflashs_own_again_afterwards():
     original = dflash.model._cuda_time
     with pytest.raises(RuntimeError, match="inside"), device_clock(torch.device("cpu")):
@@ -228,6 +251,29 @@ def test_the_output_distribution_is_the_targets(sampling):
     assert p_value(sampling) > 1e-3
 
 
+def test_top_p_holds_among_the_tokens_that_top_k_leaves():
+    assert filtered(CHAIN[0].numpy().astype(float), 1.3, 0.6, 2).tolist() == [1, 0, 0]  # with either alone two are left
+    for seed in range(5):
+        decoded = decode(
+            TableDrafter(DRAFT), TableTarget(CHAIN), [0], max_new_tokens=30, stop_token_ids=[], block_size=4, seed=seed,
+            sampling=Sampling(1.3, top_p=0.6, top_k=2),
+        )  # fmt: skip
+        assert decoded.output_ids == [0] * 30
+
+
+def test_the_first_token_is_drawn_too():
+    target, drafter = TableTarget(CHAIN), TableDrafter(DRAFT)
+    drawn = [
+        decode(drafter, target, [0], max_new_tokens=1, stop_token_ids=[], sampling=Sampling(1.0), seed=seed).output_ids[
+            0
+        ]
+        for seed in range(600)
+    ]
+    expected = filtered(CHAIN[0].numpy().astype(float), 1.0, 1.0, 0) * len(drawn)
+    statistic = ((np.bincount(drawn, minlength=3) - expected) ** 2 / expected).sum()
+    assert chi2.sf(statistic, df=2) > 1e-3
+
+
 def always_accept(tokens, target_probs, draft_probs, _indices=None):
     return tokens.shape[1], dflash.model._sample_probs(target_probs[:, -1])[0]
 
@@ -276,6 +322,18 @@ def test_a_difference_that_rounding_decides_is_a_near_tie():
     assert found.position == 1 and found.near_tie and 0 < found.logit_gap < 1e-4
     third = compare_greedy(TableTarget(table), [2], [0, 0, 0], [0, 2, 0])
     assert not third.near_tie, "the best two are tied, but neither is what was drafted"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gap", "near_tie"),
+    [(torch.float32, 2e-5, True), (torch.float32, 5e-4, False), (torch.bfloat16, 0.03, True),
+     (torch.bfloat16, 0.125, False)],
+)  # fmt: skip
+def test_how_small_a_gap_rounding_may_decide(dtype, gap, near_tie):
+    """In float32 1e-4 of the largest logit; in bfloat16 eight units, 0.0625."""
+    table = torch.tensor([[8.0, 8.0 * (1 - gap), 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]], dtype=dtype)
+    found = compare_greedy(TableTarget(table), [2], [0, 0], [0, 1])
+    assert (found.position, found.near_tie) == (1, near_tie)
 
 
 def test_going_on_after_the_end_is_broken(target, answer):
