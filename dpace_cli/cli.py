@@ -271,16 +271,17 @@ def bench(
 ) -> Any:  # fmt: skip
     """Measure SR and tau of one or several checkpoints."""
     from dpace_cli import bench as stage
-    from dpace_cli.settings import open_run
+    from dpace_cli.settings import keep, look_at_run
 
     flags = {"target.path": target, "bench.datasets": dataset or None, "bench.data_dir": _text(data_dir),
              "bench.engine": engine, "bench.temperatures": temperature or None, "bench.num_prompts": num_prompts,
              "bench.max_new_tokens": max_new_tokens, "bench.base_url": base_url,
              "bench.baseline_url": baseline_url}  # fmt: skip
-    loaded, folder = open_run(config, preset, run, flags, overrides)
+    loaded, folder = look_at_run(config, preset, run, flags, overrides)
     chosen = checkpoints_of(folder, checkpoint, loaded.bench.checkpoints)
     if dry_run:
         return stage.launch_commands(loaded, chosen)
+    keep(loaded, folder, named=bool(config or preset))
     return stage.run(loaded, chosen, Path(output) if output else folder / "bench")
 
 
@@ -295,13 +296,13 @@ def report(
     """Tables, plots and a model card of result files or run folders."""
     from dpace_cli import report as stage
     from dpace_cli.records import RunFolder
-    from dpace_cli.settings import is_override, open_run
+    from dpace_cli.settings import is_override, look_at_run
 
     flags = {"report.reference": reference, "report.paper": paper or None}
     paths = [Path(item) for item in inputs or [] if not is_override(item)]
     if not (config or preset or run) and len(paths) == 1 and RunFolder(paths[0]).config_file.exists():
         run = paths[0]  # a run's report goes into the run, and has its config
-    loaded, folder = open_run(config, preset, run, flags, [i for i in inputs or [] if is_override(i)])
+    loaded, folder = look_at_run(config, preset, run, flags, [i for i in inputs or [] if is_override(i)])
     result = stage.run(loaded, paths or [folder.root], output or folder / "report")
     if push_to_hub:
         stage.push_to_hub(result, push_to_hub)
@@ -328,13 +329,14 @@ def weights(
     """
     from dpace_cli import weights as stage
     from dpace_cli.data.training import training_file
-    from dpace_cli.settings import open_run
+    from dpace_cli.settings import keep, look_at_run
 
     if saved is not None:
         return stage.redraw(saved, output or saved.parent)
     flags = {"target.path": target, "weights.alpha": alpha, "weights.correlation": correlation or None}
-    loaded, folder = open_run(config, preset, run, flags, overrides)
+    loaded, folder = look_at_run(config, preset, run, flags, overrides)
     paths = [ref.path for ref in checkpoints_of(folder, checkpoint)]
+    keep(loaded, folder, named=bool(config or preset))
     return stage.run(loaded, paths, data or training_file(loaded, folder), output or folder / "weights")
 
 

@@ -110,16 +110,20 @@ def look_at_run(
 def open_run(
     config: Path | None, preset: str | None, run: Path | None, flags: Mapping[str, Any], arguments: Sequence[str] | None
 ) -> tuple[Config, RunFolder]:
-    """The config and the run folder of a stage; where there is none yet, it begins one, and keeps the config there."""
-    named = config is not None or preset is not None
+    """The config and the run folder of a stage, the config kept there: `look_at_run`, then `keep`."""
     loaded, folder = look_at_run(config, preset, run, flags, arguments)
+    keep(loaded, folder, named=config is not None or preset is not None)
+    return loaded, folder
+
+
+def keep(loaded: Config, folder: RunFolder, named: bool) -> None:
+    """Begin the run where there is none yet, and keep a config there that was named, or is the first."""
     if not named and not folder.config_file.exists():
         console.note(f"run: {folder} (a new one)")
     if "RANK" not in os.environ and (named or not folder.config_file.exists()):
         if changed := changes(folder.config_file, loaded):
             console.note(f"{folder.config_file} changes: {'; '.join(changed)}")
         save_config(loaded, folder.config_file)
-    return loaded, folder
 
 
 def is_override(text: str) -> bool:

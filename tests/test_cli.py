@@ -88,9 +88,10 @@ def test_a_command_works_on_the_newest_run_and_says_which(sharegpt, monkeypatch)
 
 def test_commands_that_only_look_leave_no_run_behind_and_see_the_newest(sharegpt):
     looks = (["prep", "stats", "rows.jsonl"], ["prep", "preview", "rows.jsonl"], ["doctor"], ["config", "show"])
+    in_vain = (["report"], ["weights"], ["bench"])
     row = {"id": "a", "conversations": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
     Path("rows.jsonl").write_text(json.dumps(row) + "\n")
-    for look in looks:
+    for look in (*looks, *in_vain):
         runner.invoke(app, look)
     assert not Path("runs").exists()
     assert runner.invoke(app, ["prep", "sharegpt", str(sharegpt), "target.path=demo", "train.seed=41"]).exit_code == 0

@@ -132,7 +132,7 @@ def bench_data(setup: Setup) -> Iterator[Check]:
             if _cached_dataset(hub_id):
                 yield ok(name, f"{dataset}: in the hub's cache")
             elif reason := hub_answers():
-                hint = f"put {dataset}.jsonl into a folder and give --data-dir or {DATA_DIR_VARIABLE}"
+                hint = f"put {dataset}.jsonl into a folder and name it: bench.data_dir, or {DATA_DIR_VARIABLE}"
                 yield error(name, f"{dataset} ({hub_id}) is not in the hub's cache, and {reason}", hint)
             else:
                 yield ok(name, f"{dataset}: from the hub")
