@@ -161,14 +161,6 @@ class _Answer:
     max_anchors: int | None
     lengths: dict[int, int] = field(default_factory=dict)
 
-    @property
-    def at(self) -> int:
-        """Where the walk has come to: the token after which nothing is known to be accepted."""
-        at = self.start
-        while at in self.lengths:
-            at += self.lengths[at]
-        return at
-
     def anchors(self) -> list[int]:
         """Tokens that a block may start from: all but the last, which nothing follows."""
         every = list(range(self.start, self.end))
@@ -179,10 +171,10 @@ class _Answer:
 
     def steps(self) -> list[int] | None:
         """Walk through the answer as greedy decoding does; None where the walk came to a token without a block."""
-        if self.at < self.end:
-            return None
         steps, at = [], self.start
         while at < self.end:
+            if at not in self.lengths:
+                return None
             steps.append(self.lengths[at])
             at += self.lengths[at]
         return steps
@@ -270,10 +262,10 @@ class _Group:
         places = torch.tensor([self.place[answer.row] for answer in answers], device=device)
         offsets = torch.arange(size, device=device)
         cache, length = make_cache(self.drafter.config), 0
-        going = list(answers)
+        going = [(answer, answer.start) for answer in answers]  # and where its walk has come to
         while going:
-            at = torch.tensor([answer.at for answer in going], device=device)
-            limits = torch.tensor([answer.limit for answer in going], device=device)
+            at = torch.tensor([anchor for _, anchor in going], device=device)
+            limits = torch.tensor([answer.limit for answer, _ in going], device=device)
             # The context that a block may see enters the cache when the first of them comes by it.
             new = slice(length, max(length, int(at.max())))
             length = new.stop
@@ -289,8 +281,9 @@ class _Group:
             )
             cache.crop(-size)
             drafts = self._best(hidden[:, 1:].flatten(0, 1)).view(len(going), size - 1)
-            self._accept([(answer, answer.at) for answer in going], drafts)
-            left = [i for i, answer in enumerate(going) if answer.at < answer.end]
+            self._accept(going, drafts)
+            going = [(answer, anchor + answer.lengths[anchor]) for answer, anchor in going]
+            left = [i for i, (answer, anchor) in enumerate(going) if anchor < answer.end]
             if 0 < len(left) < len(going):
                 kept = torch.tensor(left, device=device)
                 cache.batch_select_indices(kept)
