@@ -342,6 +342,10 @@ def test_wrong_inputs_are_errors_before_anything_is_decoded(config, trained, tmp
     (foreign / "config.json").write_text(json.dumps({**edited, "block_size": 1}))
     with pytest.raises(UsageError, match="has blocks of 1: it drafts nothing"):
         bench.run(config, [CheckpointRef(foreign, "foreign")], tmp_path)
+    ruined = new_drafter(target)
+    ruined.norm.weight[3] = torch.nan
+    with pytest.raises(UsageError, match=r"norm\.weight of the drafter in .* not finite"):
+        bench.run(config, [checkpoint_ref(checkpoint(tmp_path / "ruined", ruined))], tmp_path)
 
 
 def test_simulate_agrees_with_decoding(config, trained, undisturbed, tmp_path):

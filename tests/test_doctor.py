@@ -84,6 +84,22 @@ def test_the_doctor_takes_patterns_of_checkpoints_and_names_what_is_not_there(pl
     assert missing["errors"] and "stop-*" in json.dumps(missing["checks"])
 
 
+def test_what_is_no_drafter_is_one_error_and_launches_nothing(place, tmp_path):
+    place.checkpoint = place.target
+    result = place.doctor()
+    assert needing(result) == ["checkpoint"] and result.launch == {}
+    assert "describes no DFlash drafter, but ['Qwen3ForCausalLM']" in lines(result, "checkpoint")
+    place.checkpoint = tmp_path / "nothing"
+    result = place.doctor()
+    assert needing(result) == ["checkpoint"] and "config.json does not exist" in lines(result, "checkpoint")
+
+
+def test_only_what_can_read_a_checkpoint_is_launched(place):
+    place.edit_json(place.checkpoint / "config.json", architectures=["SomethingElse"])
+    result = place.doctor()
+    assert set(result.launch[str(place.checkpoint)]) == {"dflash"}
+
+
 def test_a_run_that_has_not_begun_needs_nothing(place, tmp_path):
     shutil.rmtree(place.run.root)
     result = place.doctor(checkpoint=False)

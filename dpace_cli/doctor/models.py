@@ -11,7 +11,7 @@ from dpace_cli.data.tokens import TemplateError, encode_row
 from dpace_cli.doctor.setup import Setup, hub_answers
 from dpace_cli.engines.measure_base import training_config
 from dpace_cli.errors import UsageError
-from dpace_cli.modeling.checker import ReaderReport, check_checkpoint
+from dpace_cli.modeling.checker import ReaderReport, check_checkpoint, is_drafter
 from dpace_cli.modeling.drafter import drafter_config
 from dpace_cli.modeling.fit import compare, target_weights
 from dpace_cli.modeling.target import load_target_config, load_tokenizer, target_location
@@ -132,7 +132,7 @@ def fit(setup: Setup) -> Iterator[Check]:
     """The drafter against the target: of each checkpoint, else of the drafter that a training would make."""
     config, tokenizer = setup.need_config(), setup.need_tokenizer()
     if setup.checkpoints:
-        for path in setup.checkpoints:
+        for path in filter(is_drafter, setup.checkpoints):  # what is none is an error of the check "checkpoint"
             yield from _fit_checkpoint(setup, path)
         return
     built = drafter_config(config, tokenizer, setup.config.train)
@@ -162,8 +162,16 @@ def _fit_checkpoint(setup: Setup, path: Path) -> Iterator[Check]:
 
 def checkpoint(setup: Setup, path: Path) -> Iterator[Check]:
     """What each program that reads a checkpoint finds in it; the lines that launch them go into the setup."""
+    if not is_drafter(path):
+        made = read_json(path / "config.json")
+        kind = made.get("architectures") if isinstance(made, dict) else f"a {type(made).__name__}"
+        yield error("checkpoint", f"{path / 'config.json'} describes no DFlash drafter, but {kind}",
+                    "name the folder of a drafter, such as runs/NAME/train/ARM/step-000400")  # fmt: skip
+        return
     reports = check_checkpoint(path, target_location(setup.config.target), setup.text, setup.tokenizer)
-    setup.launch[str(path)] = {report.reader: report.launch for report in reports}
+    setup.launch[str(path)] = {
+        report.reader: report.launch for report in reports if all(p.level != "error" for p in report.problems)
+    }
     for report in reports:
         yield from _report(path, report)
 

@@ -200,6 +200,17 @@ def check_checkpoint(path: Path, target: str, target_config: Any = None, tokeniz
     return [ReaderReport(reader, [*_of_right_types(own[reader]), *shared], lines[reader]) for reader in READERS]
 
 
+def is_drafter(path: Path) -> bool:
+    """Does the folder's config.json describe a DFlash drafter, however well?"""
+    try:
+        config = read_json(path / "config.json")
+    except UsageError:
+        return False
+    if not isinstance(config, dict):
+        return False
+    return "dflash_config" in config or any("DFlash" in str(kind) for kind in config.get("architectures") or [])
+
+
 def _of_right_types(checks: Iterator[Check]) -> Iterator[Check]:
     """The checks, and one that says so where a field holds something of another kind than any reader takes."""
     try:

@@ -76,6 +76,12 @@ def load_drafter(
         raise UsageError(f"cannot load the drafter in {path}: {' '.join(str(error).split())[:300]}") from None
     if info["missing_keys"]:
         raise UsageError(f"{path / 'model.safetensors'} lacks {sorted(info['missing_keys'])[0]}")
+    for name, values in drafter.named_parameters():
+        if not bool(values.isfinite().all()):
+            raise UsageError(
+                f"{name} of the drafter in {path} holds values that are not finite; it would draft nothing",
+                "take an earlier checkpoint",
+            )
     return drafter.to(device).eval().requires_grad_(False)
 
 
