@@ -244,7 +244,8 @@ def train(
              "train.objective.top_k": top_k, "train.seed": seed, "train.max_steps": max_steps, "train.nproc": nproc,
              "train.engine": engine}  # fmt: skip
     loaded, folder = open_run(config, preset, run, flags, overrides)
-    return stage.run(loaded, folder, restart=restart)
+    result = stage.run(loaded, folder, restart=restart)
+    return result if stage.reports() else None
 
 
 # --- bench, report, weights ------------------------------------------------------------------------------

@@ -59,6 +59,9 @@ class TrainResult:
     hashes: dict[str, str]
 
 
+LAUNCHED = "DPACE_LAUNCHED"
+"""Environment variable that tells a training process that dpace itself has started torchrun, and reports for it."""
+
 LOCK = "lock"
 """File in an arm's folder that the process at work there has locked."""
 
@@ -88,6 +91,11 @@ def run(config: Config, folder: RunFolder, arm: str | None = None, restart: bool
     if config.train.nproc > 1 and config.train.engine == "native" and "RANK" not in os.environ:
         return _launch(config, folder, output, data, restart)
     return _train(config, folder, output, data, restart)
+
+
+def reports() -> bool:
+    """Is it for this process to print the result? Of several it is for the first, or for dpace's own launcher."""
+    return os.environ.get("RANK", "0") == "0" and LAUNCHED not in os.environ
 
 
 @dataclass(frozen=True)
@@ -217,7 +225,7 @@ def _launch(config: Config, folder: RunFolder, output: Path, data: Path, restart
     ]  # fmt: skip
     # By environment: torchrun takes an option --run of its script for an abbreviation of its own --run-path.
     worker = subprocess.Popen(
-        command, stdout=sys.stderr, env={**os.environ, "DPACE_RUN": str(folder.root)},
+        command, stdout=sys.stderr, env={**os.environ, "DPACE_RUN": str(folder.root), LAUNCHED: "1"},
         preexec_fn=lambda: end_with_parent(signal.SIGTERM),
     )  # fmt: skip
     try:

@@ -244,15 +244,24 @@ def test_restart_under_a_torchrun_of_the_user_forgets_the_earlier_training(tiny_
     manifest = arm(tmp_path) / "manifest.json"
     before = manifest.stat().st_mtime_ns
     save_config(configured(tiny_target, answered_rows), tmp_path / "again.yaml")
-    subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         "-m", "dpace_cli", "train", "--config", str(tmp_path / "again.yaml"), "--restart"],
+         "-m", "dpace_cli", "train", "--config", str(tmp_path / "again.yaml"), "--restart", "--json"],
         check=True, capture_output=True, env={**os.environ, "DPACE_RUN": str(tmp_path)},
     )  # fmt: skip
+    assert json.loads(done.stdout)["steps"] == first.steps, "one JSON object, of the first process"
     again = json.loads(manifest.read_text())
     assert manifest.stat().st_mtime_ns > before and again["result"]["steps"] == first.steps
     lines = (arm(tmp_path) / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [3, 6]
+
+
+def test_of_two_processes_of_dpaces_own_the_launcher_alone_prints_the_result(tiny_target, answered_rows, tmp_path):
+    done = subprocess.run(
+        command(tiny_target, answered_rows, tmp_path, "train.nproc=2"), check=True, capture_output=True, text=True
+    )
+    assert json.loads(done.stdout)["steps"] == 6
+    assert '"checkpoint"' not in done.stderr and "training rows" in done.stderr
 
 
 def test_the_time_of_all_starts_is_summed(tiny_target, answered_rows, tmp_path):
