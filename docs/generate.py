@@ -26,9 +26,9 @@ def cli_page() -> str:
         "",
         "Made from the commands by `python docs/generate.py`.",
         "",
-        "Exit codes: 0 done, 1 a run that failed, 2 wrong usage or configuration, 3 a prep whose input breaks off (all",
-        "whole rows are written), 128 + signal when stopped (the same command goes on from there). Results go to",
-        "standard output, everything else to standard error.",
+        "Exit codes: 0 done, 1 a run that failed or a prep that kept no row, 2 wrong usage or configuration, 3 a prep",
+        "whose input breaks off (all whole rows are written), 128 + signal when stopped (the same command goes on from",
+        "there). Results go to standard output, everything else to standard error.",
     ]
     root = typer.main.get_command(app)
     for path, command in _commands(root, "dpace"):

@@ -125,9 +125,9 @@ def _prep(source: str, inputs: list[str] | None, options: dict[str, Any]) -> Any
     result = prep.run(config, folder)
     if not result.kept:
         console.warn(f"no row was kept; {result.rejects} says why")
-    if result.partial:
+    if result.partial or not result.kept:
         emit(result, options["json_output"])
-        raise typer.Exit(PARTIAL)
+        raise typer.Exit(PARTIAL if result.partial else 1)
     return result
 
 

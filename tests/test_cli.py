@@ -195,6 +195,19 @@ def test_the_exit_code_of_prep_says_that_an_input_breaks_off(sharegpt):
     assert f"{cut} breaks off at byte" in done.stderr
 
 
+def test_a_prep_that_keeps_nothing_has_failed(sharegpt):
+    sharegpt.write_text("")
+    done = runner.invoke(app, ["prep", "sharegpt", str(sharegpt), "--output", "out.jsonl", "--json"])
+    assert done.exit_code == 1 and json.loads(done.stdout)["kept"] == 0 and "no row was kept" in done.stderr
+
+
+def test_a_picture_of_no_known_kind_is_wrong_usage(sharegpt):
+    row = {"id": "a", "conversations": [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "2"}]}
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    done = runner.invoke(app, ["prep", "stats", "rows.jsonl", "--target", "demo", "--output", "st.xyz"])
+    assert done.exit_code == 2 and "end it in .png" in done.stderr
+
+
 @pytest.mark.parametrize("output", ["sharegpt.json", "other/../sharegpt.json"])
 def test_prep_replaces_none_of_its_inputs(sharegpt, output):
     Path("other").mkdir()
