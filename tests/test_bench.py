@@ -377,3 +377,64 @@ def test_simulate_makes_the_targets_answers_once(config, trained, tmp_path, monk
     config.bench.temperatures = [0.0, 1.0]
     with pytest.raises(UsageError, match="engine simulate is greedy"):
         bench.run(config, trained, tmp_path / "bench")
+
+
+def let_end(config: Config, folder: Path, ends: list[int]) -> None:
+    """Measure a copy of the target whose answers end at these tokens."""
+    shutil.copytree(config.target.path, folder)
+    generation = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": ends}))
+    config.target.path = str(folder)
+
+
+@pytest.fixture
+def said(undisturbed) -> dict[str, list[int]]:
+    """The target's greedy answers to first turns; no end token is among their 14 tokens."""
+    free = next(record for _, record in undisturbed if record.temperature == 0)
+    assert {p.finish_reason for p in (q.baseline for q in free.prompts)} == {"length"}
+    return {p.id: p.baseline.output_ids for p in free.prompts if p.turn == 0}
+
+
+def test_the_targets_own_answer_goes_into_the_next_prompt_where_a_drafters_is_another(undisturbed, target):
+    warm = [record for _, record in undisturbed if record.temperature == 1]
+    for record in warm:
+        first, second = (next(p for p in record.prompts if (p.id, p.turn) == ("two", turn)) for turn in (0, 1))
+        lengths = {}
+        for name, answer in (("own", first.baseline), ("drafted", first.draft)):
+            said = target.tokenizer.decode(answer.output_ids, skip_special_tokens=True)
+            messages = [{"role": "user", "content": "Say a word."}, {"role": "assistant", "content": said},
+                        {"role": "user", "content": "And another one."}]  # fmt: skip
+            lengths[name] = len(generation_prompt(target.tokenizer, messages, {}))
+        assert second.prompt_tokens == lengths["own"]
+        assert lengths["own"] != lengths["drafted"], "else this tells nothing"
+
+
+def steps_by_engine(config, ref, folder: Path) -> dict[str, list[list[int]]]:
+    found = {}
+    for engine in ("local", "simulate"):
+        config.bench.engine = engine
+        record = BenchRecord.load(bench.run(config, [ref], folder / engine).result)
+        found[engine] = [p.draft.acceptance_lengths for p in record.prompts]
+    return found
+
+
+def test_simulate_cuts_blocks_at_the_maximum_length_as_decoding_does(config, trained, tmp_path):
+    """What a drafter says depends on how many positions it fills, so that cuts at many lengths tell."""
+    config.bench.temperatures, config.bench.block_size, config.bench.warmup_tokens = [0.0], 11, 0
+    last = set()
+    for count in range(3, 15):
+        config.bench.max_new_tokens = count
+        found = steps_by_engine(config, trained[0], tmp_path / str(count))
+        assert found["simulate"] == found["local"], count
+        last |= {lengths[-1] for lengths in found["local"]}
+    assert len(last) > 2
+
+
+def test_simulate_cuts_no_block_where_an_answer_ends_by_itself(config, trained, said, tmp_path):
+    path = config.target.path
+    config.bench.temperatures, config.bench.block_size, config.bench.warmup_tokens = [0.0], 11, 0
+    for at in range(2, 13):
+        config.target.path = path
+        let_end(config, tmp_path / f"target{at}", [said["one"][at], said["three"][at]])
+        found = steps_by_engine(config, trained[0], tmp_path / str(at))
+        assert found["simulate"] == found["local"], at

@@ -298,3 +298,39 @@ def test_the_launch_commands_count_draft_tokens_as_each_server_does(refs):
     out.print(plan)
     lines = out.file.getvalue().splitlines()
     assert {found.sglang, found.sglang_baseline, found.vllm, found.vllm_baseline} <= set(lines), "whole, to be copied"
+
+
+def test_both_servers_are_asked_the_same_later_turns(settings, refs, tmp_path):
+    """The baseline's answers go into the drafter's next turn, also where its own were others: prompts are paired."""
+    with StandIn("sglang", True) as draft, StandIn("sglang", False) as baseline:
+        for server, name in ((draft, "draft"), (baseline, "baseline")):
+            complete = server.complete
+
+            def named(body, complete=complete, name=name):
+                status, text = complete(body)
+                return status, text.replace("You said", f"The {name} heard")
+
+            server.complete = named
+        path = tmp_path / "long.jsonl"
+        path.write_text(json.dumps({"id": "a", "turns": ["One?", "Two?", "Three?"]}) + "\n")
+        result = run({**settings, "datasets": [str(path)]}, refs, tmp_path / "bench", engine="sglang",
+                     base_url=draft.url, baseline_url=baseline.url, warmup_tokens=0)  # fmt: skip
+    assert [body["messages"] for body in draft.asked] == [body["messages"] for body in baseline.asked]
+    said = [message["content"] for message in draft.asked[-1]["messages"]]
+    assert said == ["One?", "The baseline heard One?", "Two?", "The baseline heard Two?", "Three?"]
+    assert BenchRecord.load(result.result).lossless == 0.0
+
+
+def test_the_warm_up_is_in_no_time(settings, refs, tmp_path):
+    with StandIn("sglang", True) as server:
+        complete = server.complete
+
+        def slow_at_first(body):
+            time.sleep(5.0 if body["max_tokens"] == 4 else 0.0)
+            return complete(body)
+
+        server.complete = slow_at_first
+        record = BenchRecord.load(run(settings, refs, tmp_path / "x", engine="sglang", base_url=server.url).result)
+    assert len([body for body in server.asked if body["max_tokens"] == 4]) == 1
+    assert record.wall_s["draft"] < 5.0 and record.seconds < 5.0
+    assert sum(p.draft.decode_s for p in record.prompts) < 5.0

@@ -339,3 +339,11 @@ def test_how_small_a_gap_rounding_may_decide(dtype, gap, near_tie):
 def test_going_on_after_the_end_is_broken(target, answer):
     found = compare_greedy(target.model, PROMPT, answer[:5], answer[:7])
     assert found.position == 5 and not found.near_tie and found.logit_gap is None
+
+
+def test_of_two_end_tokens_in_one_block_the_first_ends_the_answer(target, answer):
+    early = next(i for i in range(1, 38) if answer[i + 1] not in answer[: i + 1] and answer[i] not in answer[:i])
+    stops = [answer[early], answer[early + 1]]
+    for order in (stops, stops[::-1]):
+        decoded = run(oracle(target, answer), target, 40, order, block_size=early + 3)
+        assert decoded.output_ids == answer[: early + 1] and decoded.acceptance_lengths == [early]

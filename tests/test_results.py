@@ -180,3 +180,13 @@ def test_what_is_no_record_is_refused_by_name(tmp_path, text, message):
 def test_a_folder_without_records_is_an_error(tmp_path):
     with pytest.raises(UsageError, match="no bench record"):
         load_records([tmp_path])
+
+
+def test_a_record_of_an_older_version_is_read(tmp_path, monkeypatch):
+    from dpace_cli import results
+
+    path = tmp_path / "old.json"
+    made = record([prompt(0, decoded([3]))])
+    made.save(path)
+    monkeypatch.setattr(results, "RECORD_VERSION", RECORD_VERSION + 1)  # what the next version of dpace will meet
+    assert BenchRecord.load(path) == replace(made, version=RECORD_VERSION + 1)

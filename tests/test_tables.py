@@ -382,3 +382,13 @@ def test_only_differences_whose_interval_excludes_zero_are_bold():
     bold = {(table.rows[row][0], table.columns[column].full_name) for row, column in table.best}
     assert ("dpace", "tau difference") in bold
     assert ("dpakl", "tau difference") not in bold
+
+
+def test_acceptance_and_steps_are_of_the_prompts_that_every_arm_finished():
+    section = only([record([prompt(0, [2, 2]), prompt(1, None)], "dflash"),
+                    record([prompt(0, [3]), prompt(1, [8, 8, 8])], "dpace")], "dflash")  # fmt: skip
+    assert catalog.histograms(section)["dpace"] == [0, 0, 0, 1, 0, 0, 0, 0, 0]
+    assert [rate.hits for rate in catalog.position_rates(section)["dpace"]] == [1, 1, 0, 0, 0, 0, 0]
+    rows = {row[0].split()[0]: row for row in catalog.figures(section).rows}
+    column = [c.name for c in catalog.figures(section).columns].index("steps a prompt")
+    assert (rows["dflash"][column], rows["dpace"][column]) == (2, 1)
