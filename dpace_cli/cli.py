@@ -118,10 +118,11 @@ def _prep(source: str, inputs: list[str] | None, options: dict[str, Any]) -> Any
     from dpace_cli.settings import is_override, open_run
 
     paths = [item for item in inputs or [] if not is_override(item)]
-    flags = {"prep.source": source, "prep.inputs": paths or None, "prep.output": _text(options["output"]),
-             "prep.max_rows": options["max_rows"], "target.path": options["target"]}  # fmt: skip
+    flags = {"prep.source": source, "prep.inputs": paths or None, "prep.max_rows": options["max_rows"],
+             "target.path": options["target"]}  # fmt: skip
     config, folder = open_run(options["config"], options["preset"], options["run"], flags,
-                              [item for item in inputs or [] if is_override(item)])  # fmt: skip
+                              [item for item in inputs or [] if is_override(item)],
+                              once={"prep.output": _text(options["output"])})  # fmt: skip
     result = prep.run(config, folder)
     if not result.kept:
         console.warn(f"no row was kept; {result.rejects} says why")
@@ -239,11 +240,11 @@ def train(
 
     if replay is not None:
         return stage.replay(replay)
-    flags = {"target.path": target, "train.data": _text(data), "train.output": _text(output),
-             "train.objective": loss, "train.objective.alpha": alpha, "train.objective.gamma": gamma,
-             "train.objective.top_k": top_k, "train.seed": seed, "train.max_steps": max_steps, "train.nproc": nproc,
+    flags = {"target.path": target, "train.data": _text(data), "train.objective": loss,
+             "train.objective.alpha": alpha, "train.objective.gamma": gamma, "train.objective.top_k": top_k,
+             "train.seed": seed, "train.max_steps": max_steps, "train.nproc": nproc,
              "train.engine": engine}  # fmt: skip
-    loaded, folder = open_run(config, preset, run, flags, overrides)
+    loaded, folder = open_run(config, preset, run, flags, overrides, once={"train.output": _text(output)})
     result = stage.run(loaded, folder, restart=restart)
     return result if stage.reports() else None
 
@@ -351,10 +352,12 @@ def run_all(
 ) -> Any:  # fmt: skip
     """All stages for all arms: prep, regen, train, bench, weights, report; skips what is done."""
     from dpace_cli import run as stage
-    from dpace_cli.settings import open_run
+    from dpace_cli.records import newest_run
+    from dpace_cli.settings import RUNS, open_run
 
-    if config is None and preset is None and run is None:
-        raise UsageError("`dpace run` needs --preset NAME, --config FILE or --run FOLDER", "try --preset demo")
+    begun = run is not None or os.environ.get("DPACE_RUN") or newest_run(RUNS)
+    if config is None and preset is None and not begun:
+        raise UsageError("`dpace run` needs --preset NAME or --config FILE: no run has begun here", "try --preset demo")
     loaded, folder = open_run(config, preset, run, {}, overrides)
     result, reported = stage.run(loaded, folder)
     return result if json_output else reported

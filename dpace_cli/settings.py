@@ -108,11 +108,21 @@ def look_at_run(
 
 
 def open_run(
-    config: Path | None, preset: str | None, run: Path | None, flags: Mapping[str, Any], arguments: Sequence[str] | None
-) -> tuple[Config, RunFolder]:
-    """The config and the run folder of a stage, the config kept there: `look_at_run`, then `keep`."""
-    loaded, folder = look_at_run(config, preset, run, flags, arguments)
-    keep(loaded, folder, named=config is not None or preset is not None)
+    config: Path | None, preset: str | None, run: Path | None, flags: Mapping[str, Any],
+    arguments: Sequence[str] | None, once: Mapping[str, Any] | None = None,
+) -> tuple[Config, RunFolder]:  # fmt: skip
+    """The config and the run folder of a stage, the config kept there (`keep`).
+
+    Args:
+        once: values of this call alone, such as where its output goes; they are not kept.
+    """
+    file, folder = named_run(config, preset, run)
+    kept, loaded = (
+        load_config(preset=preset, file=file, flags=values, overrides=arguments or [])[0]
+        for values in (flags, {**flags, **(once or {})})
+    )
+    folder = folder or RunFolder(RUNS / loaded.name)
+    keep(kept, folder, named=config is not None or preset is not None)
     return loaded, folder
 
 

@@ -104,6 +104,20 @@ def test_commands_that_only_look_leave_no_run_behind_and_see_the_newest(sharegpt
     assert Path("runs/run/config.yaml").read_bytes() == saved and len(list(Path("runs").iterdir())) == 1
 
 
+def test_where_one_output_goes_is_not_kept_in_the_run(sharegpt):
+    prep = ["prep", "sharegpt", str(sharegpt), "--preset", "demo"]
+    assert runner.invoke(app, [*prep, "--output", "elsewhere.jsonl"]).exit_code == 0
+    Path("elsewhere.jsonl").write_text("mine")
+    done = runner.invoke(app, ["prep", "sharegpt", str(sharegpt), "--json"])
+    assert json.loads(done.stdout)["output"] == "runs/demo/prep/prompts.jsonl"
+    assert Path("elsewhere.jsonl").read_text() == "mine"
+
+
+def test_run_needs_a_config_where_no_run_has_begun():
+    done = runner.invoke(app, ["run"])
+    assert done.exit_code == 2 and "no run has begun here" in done.stderr
+
+
 def test_config_commands():
     assert runner.invoke(app, ["config", "init", "my.yaml", "--preset", "demo"]).exit_code == 0
     assert runner.invoke(app, ["config", "init", "my.yaml"]).exit_code == 2

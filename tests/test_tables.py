@@ -167,6 +167,13 @@ def test_means_over_other_seeds_than_the_references_are_said():
     assert cautions(only([*records, drawn("dpace", 0.7, seed=1)], "dflash")) == []
 
 
+def test_trainings_of_unlike_length_are_said():
+    known = [drawn("dflash", 0.5, step=20), drawn("dpace", 0.7, seed=0, step=20), drawn("dpace", 0.7, seed=1, step=200)]
+    assert any("different numbers of training steps" in c and "200" in c for c in cautions(only(known, "dflash")))
+    foreign = [drawn("dflash", 0.5, step=None), drawn("dpace", 0.7, step=20)]
+    assert cautions(only(foreign, "dflash")) == []
+
+
 def test_no_prompt_in_common_gives_no_figure_and_no_interval():
     other = record([prompt(100 + i, [4]) for i in range(5)], "dflash", data_sha256="e" * 64)
     section = only([other, drawn("dpace", 0.7)])

@@ -289,7 +289,7 @@ def _run_name(path: Path) -> str:
 _SETTINGS = {
     "data_sha256": "prompts", "template_options": "template options", "max_new_tokens": "maximum answer length",
     "top_p": "top-p", "top_k": "top-k", "target_sha256": "target files", "dtype": "number type",
-    "device": "device", "bench_seed": "sampling seed",
+    "device": "device", "bench_seed": "sampling seed", "step": "numbers of training steps",
 }  # fmt: skip
 
 
@@ -301,7 +301,9 @@ def cautions(section: Section) -> list[str]:
         for setting, words in _SETTINGS.items():
             values: dict[str, list[str]] = {}
             for arm, record in own:
-                values.setdefault(repr(getattr(record, setting)), []).append(arm.name)
+                value = getattr(record, setting)
+                if setting != "step" or value is not None:  # of a drafter from elsewhere it is not known
+                    values.setdefault(repr(value), []).append(arm.name)
             if len(values) > 1:
                 sides = "; ".join(
                     f"{', '.join(dict.fromkeys(arms))}: {_brief(value)}" for value, arms in values.items()
