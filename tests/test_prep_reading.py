@@ -43,6 +43,10 @@ LAYOUTS = {
     "values": lambda rows: "\n".join(json.dumps(row, indent=1) for row in rows),
     "values in lines of old Macs": lambda rows: "\r".join(map(json.dumps, rows)) + "\r",
     "values with nothing between": lambda rows: "".join(map(json.dumps, rows)),
+    "values with commas and without brackets": lambda rows: ",\n".join(map(json.dumps, rows)) + "\n",
+    "values between which anything may lie": lambda rows: (
+        " ".join(map(json.dumps, rows[:2])) + "\n\n" + ",".join(map(json.dumps, rows[2:]))
+    ),
 }
 PACKINGS = {"plain": bytes, "gzip": gzip.compress, "zstd": zstandard.compress}
 

@@ -338,8 +338,8 @@ def _layout(head: bytes) -> str:
     if text.startswith(b"["):
         return "array"
     end = _row_end(text, 0)
-    if b"\n" not in text and end is not None and text[end:].strip() and _parses(text[:end]):
-        return "values"  # nothing between the rows, or the line ends of old Macs
+    if end is not None and end <= len(first) and first[end:].lstrip()[:1] in (b"{", b",") and _parses(text[:end]):
+        return "values"  # more than one in the first line, or a comma behind it, or the line ends of old Macs
     if first.strip() != b"{" and (not rest or _parses(first)):
         return "lines"
     if end is None:
