@@ -121,8 +121,8 @@ def _prep(source: str, inputs: list[str] | None, options: dict[str, Any]) -> Any
     flags = {"prep.source": source, "prep.inputs": paths or None, "prep.max_rows": options["max_rows"],
              "target.path": options["target"]}  # fmt: skip
     config, folder = open_run(options["config"], options["preset"], options["run"], flags,
-                              [item for item in inputs or [] if is_override(item)],
-                              once={"prep.output": _text(options["output"])})  # fmt: skip
+                              [item for item in inputs or [] if is_override(item)])  # fmt: skip
+    config.prep.output = _text(options["output"]) or config.prep.output  # of this call alone: the run does not keep it
     result = prep.run(config, folder)
     if not result.kept:
         console.warn(f"no row was kept; {result.rejects} says why")
@@ -244,7 +244,8 @@ def train(
              "train.objective.alpha": alpha, "train.objective.gamma": gamma, "train.objective.top_k": top_k,
              "train.seed": seed, "train.max_steps": max_steps, "train.nproc": nproc,
              "train.engine": engine}  # fmt: skip
-    loaded, folder = open_run(config, preset, run, flags, overrides, once={"train.output": _text(output)})
+    loaded, folder = open_run(config, preset, run, flags, overrides)
+    loaded.train.output = _text(output) or loaded.train.output  # of this call alone: the run does not keep it
     result = stage.run(loaded, folder, restart=restart)
     return result if stage.reports() else None
 

@@ -146,8 +146,10 @@ def stats(path: Path, target: TargetConfig | None = None, output: Path | None = 
     Args:
         output: file for a plot (PNG, PDF, SVG).
     Raises:
-        UsageError: the file is missing, or is not one of rows.
+        UsageError: the file is missing, or is not one of rows, or the plot's name ends otherwise.
     """
+    if output is not None and output.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise UsageError(f"{output} names no kind of picture", "end it in .png, .pdf or .svg")
     tokenizer = None
     if target is not None:
         from dpace_cli.modeling.target import load_tokenizer

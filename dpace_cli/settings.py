@@ -26,6 +26,7 @@ from dpace_cli.records import RunFolder, newest_run, writing
 ENV_PREFIX = "DPACE_"
 RUNS = Path("runs")
 _SHOWN_CHANGES = 8
+_KINDS = {kind.model_fields["name"].default: kind for kind in OBJECTIVES}
 _OVERRIDE = re.compile(r"^([A-Za-z_]\w*(?:\.[\w-]+)*)=(.*)$", re.DOTALL)
 
 Origins = dict[str, str]
@@ -108,21 +109,11 @@ def look_at_run(
 
 
 def open_run(
-    config: Path | None, preset: str | None, run: Path | None, flags: Mapping[str, Any],
-    arguments: Sequence[str] | None, once: Mapping[str, Any] | None = None,
-) -> tuple[Config, RunFolder]:  # fmt: skip
-    """The config and the run folder of a stage, the config kept there (`keep`).
-
-    Args:
-        once: values of this call alone, such as where its output goes; they are not kept.
-    """
-    file, folder = named_run(config, preset, run)
-    kept, loaded = (
-        load_config(preset=preset, file=file, flags=values, overrides=arguments or [])[0]
-        for values in (flags, {**flags, **(once or {})})
-    )
-    folder = folder or RunFolder(RUNS / loaded.name)
-    keep(kept, folder, named=config is not None or preset is not None)
+    config: Path | None, preset: str | None, run: Path | None, flags: Mapping[str, Any], arguments: Sequence[str] | None
+) -> tuple[Config, RunFolder]:
+    """The config and the run folder of a stage, the config kept there: `look_at_run`, then `keep`."""
+    loaded, folder = look_at_run(config, preset, run, flags, arguments)
+    keep(loaded, folder, named=config is not None or preset is not None)
     return loaded, folder
 
 
@@ -294,9 +285,9 @@ def _explain(problem: Mapping[str, Any], values: dict[str, Any], origins: Origin
     parts, node = [], values
     for part in problem["loc"]:
         if isinstance(node, dict) and part not in node and problem["type"] != "missing":
-            if part in {o.model_fields["name"].default for o in OBJECTIVES}:
+            if part in _KINDS:
                 continue
-        elif problem["type"] == "missing" and part in {o.model_fields["name"].default for o in OBJECTIVES}:
+        elif problem["type"] == "missing" and part in _KINDS:
             continue
         parts.append(str(part))
         node = node.get(part, {}) if isinstance(node, dict) else node[part] if isinstance(node, list) else {}
@@ -306,8 +297,8 @@ def _explain(problem: Mapping[str, Any], values: dict[str, Any], origins: Origin
     if problem["type"] == "extra_forbidden":
         return _unknown_key(parts, values, hint)
     if problem["type"] == "union_tag_invalid":
-        given, known = problem["ctx"]["tag"], [o.model_fields["name"].default for o in OBJECTIVES]
-        near = difflib.get_close_matches(given, known, n=1)
+        given = problem["ctx"]["tag"]
+        near = difflib.get_close_matches(given, _KINDS, n=1)
         did_you_mean = f"did you mean {near[0]}? " if near else ""
         return UsageError(f"{dotted}: there is no objective {given!r}", f"{did_you_mean}`dpace objectives` lists them")
     message = problem["msg"].removeprefix("Value error, ")
@@ -330,14 +321,13 @@ def _unknown_key(parts: list[str], values: dict[str, Any], hint: str) -> UsageEr
     dotted = ".".join(parts)
     if parts[:2] == ["train", "objective"] and len(parts) == 3:
         objective = values["train"]["objective"].get("name", "dpace")
-        takers = [o.model_fields["name"].default for o in OBJECTIVES if parts[2] in o.model_fields]
+        takers = [name for name, kind in _KINDS.items() if parts[2] in kind.model_fields]
         if takers:
             return UsageError(
                 f"objective {objective} takes no {parts[2]} ({dotted})",
                 f"{parts[2]} belongs to {', '.join(takers)}; `dpace objectives` lists the fields",
             )
-        kinds = {kind.model_fields["name"].default: kind for kind in OBJECTIVES}
-        section: Any = kinds.get(objective)
+        section: Any = _KINDS.get(objective)
     else:
         section = Config
         for part in parts[:-1]:

@@ -247,15 +247,9 @@ def _tokens(path: Path, rows: int, tokenizer: Any, options: Mapping[str, Any]) -
 
 
 def plot(result: StatsResult, path: Path) -> None:
-    """Draw the histograms of a result into a PNG, PDF or SVG file.
-
-    Raises:
-        UsageError: the file's name ends otherwise.
-    """
+    """Draw the histograms of a result into a PNG, PDF or SVG file."""
     from matplotlib.figure import Figure
 
-    if path.suffix.lower() not in (".png", ".pdf", ".svg"):
-        raise UsageError(f"{path} names no kind of picture", "end it in .png, .pdf or .svg")
     spreads = result._spreads()
     figure = Figure(figsize=(6.4, 2.2 * len(spreads)), layout="constrained")
     for number, (name, spread) in enumerate(spreads, start=1):

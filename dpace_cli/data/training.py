@@ -17,7 +17,7 @@ from dpace_cli.records import RunFolder
 
 def training_file(config: Config, folder: RunFolder) -> Path:
     """The file whose rows a training reads: `train.data`, else the answers of the run."""
-    return Path(config.train.data) if config.train.data else folder.answers
+    return Path(config.train.data).expanduser() if config.train.data else folder.answers
 
 
 def read_training_rows(

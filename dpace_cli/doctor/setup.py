@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from dpace_cli.checks import Check, error, warning
 from dpace_cli.config import Config, TargetConfig
 from dpace_cli.data.audit import DataAudit
+from dpace_cli.data.training import training_file
 from dpace_cli.errors import DpaceError
 from dpace_cli.modeling.checker import TensorInfo
 from dpace_cli.records import RunFolder
@@ -59,8 +60,7 @@ class Setup:
     @property
     def data(self) -> Path:
         """The rows that a training would read."""
-        given = self.config.train.data
-        return Path(given).expanduser() if given else self.run.answers
+        return training_file(self.config, self.run)
 
     def need_config(self) -> Any:
         if self.text is None:
